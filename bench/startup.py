@@ -33,7 +33,7 @@ def measure_startup(
     """Start ``iterations`` times cold, and as often warm.
 
     Args:
-        options: of ``EngineOptions``, without those of the store, which is a temporary one.
+        options: engine options, without those of the store, which is a temporary one.
         on_run: told of each run, "cold" or "warm", as it ends.
 
     Returns:

@@ -97,7 +97,7 @@ class Found:
     """Rows that were measured, in this run or in one that was interrupted.
 
     Args:
-        rows: of before; they are not measured again.
+        rows: rows of an earlier run, which are not measured again.
         on_row: called with all rows, and with each that is measured or known.
     """
 
@@ -160,8 +160,8 @@ class ServedPoints:
     """Measures a point with a server of its own.
 
     Args:
-        options: of the engine, beside those of the point.
-        limits: in ms, which a good request keeps.
+        options: engine options, beside those of the point.
+        limits: latencies in ms that a good request keeps.
         rates: requests a second to offer, instead of those that the search chooses.
     """
 

@@ -69,7 +69,7 @@ def explain_model(
         target_sm: compute capability to explain for; that of the GPU here if None.
         num_seqs: sequences of the step.
         context: KV positions of each.
-        stage: of a pipeline, the one whose program is explained.
+        stage: the pipeline stage whose program is explained.
 
     Raises:
         UserError: the options compile nothing, or there is no such stage.

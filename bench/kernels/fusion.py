@@ -40,10 +40,10 @@ class InductorFusion:
     Args:
         op: its name.
         shape: what the op's other sizes are of.
-        tokens: of the call.
+        tokens: number of tokens of the call.
         make: arguments for so many tokens on a device.
         counted: positions of the arguments that have a row a token.
-        backend: of ``torch.compile``.
+        backend: the backend of ``torch.compile``.
     """
 
     op: str

@@ -114,7 +114,7 @@ class Explanation:
         choices: the printed choice of a kernel -> the number of calls for which it was made.
         pieces: the distinct pieces.
         layers: each kind of layer, then what lies outside of them.
-        launches, bytes, flops: of the whole step on one rank; ``launches`` is None if it is not
+        launches, bytes, flops: totals of the step on one rank; ``launches`` is None if it is not
             known for one of the calls.
         notes: what these figures do not include.
         stages: the stages of a pipeline, empty without one.  All else is about one stage.

@@ -21,7 +21,7 @@ class SiteFacts:
     """Sites of a pass that are alike, in layers of one kind.
 
     Attributes:
-        name: of the pass.
+        name: the pass's name.
         layers: title of their kind of layer.
         module: where in a layer, or in the model.
         outcome: "matched", "missed" or "off".
@@ -94,7 +94,7 @@ def expected_sites(
     """Sites of the passes that ran, and of those that are off, which are run on a copy.
 
     Args:
-        reports: of the passes that ran.
+        reports: those of the passes that ran.
         before: the graph as they found it.
         on: their names.
         off: names of other passes -> why they did not run.

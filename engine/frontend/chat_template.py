@@ -139,7 +139,7 @@ class ChatTemplate:
         A template that joins arguments of calls or absent content to text gets them as text.
 
         Args:
-            variables: of the template; ``tools`` and ``documents`` are lists of objects.
+            variables: the template's variables; ``tools`` and ``documents`` are lists of objects.
 
         Raises:
             UserError: no messages, one without role or content, a role that is unknown, content

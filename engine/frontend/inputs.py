@@ -141,7 +141,7 @@ class InputProcessor:
 
         Args:
             add_special_tokens: those around a prompt too, though templates write them themselves.
-            variables: of the template; ``tools`` and ``documents`` are lists of objects.
+            variables: the template's variables; ``tools`` and ``documents`` are lists of objects.
 
         Raises:
             UserError: there is no chat template, it refuses the messages, or the text is too long.

@@ -148,7 +148,7 @@ class Tokenizer:
         """The prompt text of a conversation; encode it without adding special tokens.
 
         Args:
-            variables: of the template; ``tools`` and ``documents`` are lists of objects.
+            variables: the template's variables; ``tools`` and ``documents`` are lists of objects.
 
         Raises:
             UserError: there is no chat template, or it refuses the messages.

@@ -116,7 +116,7 @@ class Helper:
     """Does the jobs that come through a socket.
 
     Args:
-        memory: of the masks, ``num_rows`` of them.
+        memory: holds the masks, ``num_rows`` of them.
     """
 
     def __init__(self, connection: socket.socket, memory: Any, setup: Setup) -> None:

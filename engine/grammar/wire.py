@@ -72,7 +72,7 @@ class Answer(Struct, frozen=True, array_like=True):
 
     Attributes:
         error: why it has none, or "".
-        mask: of the first token, for ``Compile``; see ``Ask`` otherwise.
+        mask: for ``Compile``, the mask of the first token; for ``Ask``, see there.
         is_slow: masks of this grammar have taken long lately.
         is_lost: the helper does not have the grammar or the output: compile, and ask with all
             tokens.

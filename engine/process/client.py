@@ -71,8 +71,8 @@ class EngineClient:
     processes.  All methods are called on one event loop.
 
     Args:
-        options: of each engine, checked by ``check_start``.
-        seat: among the clients that share the engines.
+        options: options of each engine, checked by ``check_start``.
+        seat: this client's place among those that share the engines.
         on_step: called with each step's message, after its outputs were shown.
         on_death: called once if a process ends unasked.
     """

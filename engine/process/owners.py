@@ -12,7 +12,7 @@ class Owners:
     """Splits what a step brought by the frontends that wait for it.
 
     Args:
-        count: of frontends; with one there is nothing to split.
+        count: number of frontends; with one there is nothing to split.
     """
 
     def __init__(self, count: int) -> None:

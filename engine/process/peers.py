@@ -18,7 +18,7 @@ class Peers:
     """Asks all other frontends at once, and answers what they ask.
 
     Args:
-        seat: of this frontend.
+        seat: this frontend's place among all.
         folder: where their sockets are.
     """
 

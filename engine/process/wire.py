@@ -36,8 +36,8 @@ class Seat(Struct, frozen=True):
     """The place of a frontend among those that share engines.
 
     Attributes:
-        index: of ``count`` frontends.  The first starts the engines, one a replica; the others
-            find them by ``folder``, where all sockets are made, and ``pids``.
+        index: the frontend's number among ``count``.  The first starts the engines, one a replica;
+            the others find them by ``folder``, where all sockets are made, and ``pids``.
     """
 
     index: int = 0

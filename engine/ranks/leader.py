@@ -56,7 +56,7 @@ class Leader:
     thread that drives the engine.
 
     Args:
-        options, hardware: of rank 0; the others get the same.
+        options, hardware: those of rank 0; the others get the same.
         torchrun: the others are torchrun's processes, and are waited for.
         others: the other ranks, if they have been started; they end with this.
 

@@ -42,9 +42,9 @@ class RankGroup:
     stage.  What is exchanged is enqueued on the current stream.
 
     Args:
-        place: of this rank.
+        place: this rank's host, GPU and number.
         meeting: opens the store in which the ranks meet; called while they are watched.
-        device: of the tensors; "cuda" ones go over NCCL and peer memory, others over gloo.
+        device: where tensors are; those on "cuda" go over NCCL and peer memory, others over gloo.
         check: raises if a rank has ended; called while the others are waited for.
 
     Raises:

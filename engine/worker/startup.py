@@ -264,7 +264,7 @@ def num_kv_blocks(
     batch can use.
 
     Args:
-        groups: of the whole model, of which ``spec`` may be a stage.
+        groups: the whole model's groups; ``spec`` may be a stage of it.
 
     Raises:
         UserError: not even one block fits.

@@ -37,7 +37,7 @@ class Worker:
     """A model that is ready to run batches, or the part of it that one rank holds.
 
     Args:
-        folder, spec, config: of ``read_model``.
+        folder, spec, config: what ``read_model`` returned.
         peers: the other ranks.
 
     Raises:

@@ -21,7 +21,7 @@ def explanation(label: str, facts: Explanation, *, graphs: bool = False) -> str:
     parts = [label, *stages, site_table(facts), *([checks] if checks else []), fusion_table(facts)]
     parts += [table(piece_rows(facts)), table(choice_rows(facts))]
     for layer in facts.layers:
-        parts += [layer_table(layer), *range_lines(layer)]
+        parts += [table(layer_rows(layer)), *range_lines(layer)]
         if graphs:
             for when, drawn in (("before", layer.before), ("after", layer.after)):
                 parts.append("\n".join([f"{layer.title}, {when} the passes:", *drawn]))
@@ -103,10 +103,6 @@ def layer_rows(layer: LayerFacts) -> list[list[str]]:
     flops = sum(call.flops for call in layer.calls)
     rows.append(["in all", count(layer.launches), millions(layer.bytes), millions(flops)])
     return rows
-
-
-def layer_table(layer: LayerFacts) -> str:
-    return table(layer_rows(layer))
 
 
 def range_lines(layer: LayerFacts) -> Iterable[str]:

@@ -116,7 +116,7 @@ def load(options: dict[str, Any], *, text: bool = False) -> LLM:
     """An ``LLM``, which checks the options and then imports torch.
 
     Args:
-        options: of the engine.
+        options: engine options.
         text: prompts are text, for which there must be a tokenizer.
 
     Raises:

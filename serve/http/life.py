@@ -297,7 +297,7 @@ def run_server(
         settings: a server that only this machine reaches takes no host names of others, unless
             they are listed.
         say: tells the operator a line; it may neither fail nor wait.
-        num_processes: that serve HTTP, over ``num_replicas`` engines.
+        num_processes: processes that serve HTTP, over ``num_replicas`` engines.
 
     Raises:
         UserError: the address is in use, or the engine cannot start.

@@ -21,7 +21,7 @@ import torch
 from ...compiler.lowering.tune_experts import ExpertMeasure, Measure
 from ...config import MachineError
 from ...config.expert_tables import Experts, ExpertTile
-from ...engine.ranks.lifetime import end_with
+from ...engine.ranks.lifetime import end_with, how_ended
 
 
 def gpus_like_the_first() -> list[int]:
@@ -68,8 +68,7 @@ class GpuProcess:
         except BrokenPipeError:
             answer = ""
         if not answer:
-            code = self._process.wait()
-            how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+            how = how_ended(self._process.wait())
             raise MachineError(
                 f"GPU {self._gpu}: its process ended at {tokens} tokens with {how}; what was found "
                 "is kept: run it again"

@@ -116,8 +116,8 @@ def sampling_params(body: Generation, defaults: Mapping[str, Any], **more: Any) 
     """The sampling that a body asks for; ``more`` wins.
 
     Args:
-        defaults: of fields that the body leaves out, see ``default_sampling``.  One of them wins
-            over a ``max_tokens`` of None, which is without a limit.
+        defaults: values of the fields that the body leaves out, see ``default_sampling``.  One
+            of them wins over a ``max_tokens`` of None, which is without a limit.
         more: fields that are read elsewhere, ``grammar`` among them.
 
     Raises:

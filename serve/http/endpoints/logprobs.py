@@ -67,7 +67,7 @@ def prompt_completion_logprobs(
     """Log probabilities of a prompt's tokens, for ``echo``; the first has none.
 
     Args:
-        num_characters: of the text, which may lack a special token that it begins with.
+        num_characters: length of the text, which may lack a special token at its beginning.
     """
     steps = [step for step in output.prompt_logprobs or () if step is not None]
     first, *_ = ids = output.prompt_token_ids

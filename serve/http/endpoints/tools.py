@@ -22,7 +22,7 @@ class Tools:
     Attributes:
         tools: for the template; None if there are none to call.
         form: how the model writes calls; None if it is not known.
-        grammar: of the output, if a call is required: a call or a list of them.
+        grammar: what the output must be if a call is required: a call or a list of calls.
         is_parallel: whether an output may have several calls.
     """
 
@@ -59,7 +59,7 @@ def tools_of(body: ChatRequest | ResponsesRequest, format_name: str | None) -> T
     """The tools of a body in the form of chats.
 
     Args:
-        format_name: of the model's calls; None if it is not known.
+        format_name: the format in which the model writes calls; None if it is not known.
 
     Raises:
         ApiError: the tools or the choice are bad, or this model calls none.

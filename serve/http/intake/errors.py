@@ -39,7 +39,7 @@ class ApiError(Exception):
     """An answer that is no success.
 
     Args:
-        status: of HTTP.
+        status: the HTTP status.
         param: the field of the body that is wrong, if one is.
         code: a short name that clients may compare.
     """

@@ -50,7 +50,7 @@ class Room:
 
         Args:
             requests: those that are open, now and later.
-            num_outputs: of each request.
+            num_outputs: outputs of each request.
         """
         if len(requests) * num_outputs > self._share:
             self._large[name] = requests, num_outputs

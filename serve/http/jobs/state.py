@@ -53,12 +53,12 @@ class Settings:
     Attributes:
         model_names: names under which the model is served; the first is shown.
         api_keys: one of them must come with every request; none: all may ask.
-        admin_keys: are API keys too, and may end the requests of all.
+        admin_keys: API keys that may also end the requests of all.
         max_waiting: outputs that may wait behind those that run; more are refused.
         stall_s: seconds without a heartbeat of the engine until it counts as stalled.
         max_body_bytes: largest body of a request.
-        max_connections: that an API process keeps open.
-        allowed_origins: of browsers that may ask (CORS).
+        max_connections: the most that an API process keeps open.
+        allowed_origins: sites whose pages may ask from a browser (CORS).
         allowed_hosts: names in ``Host`` beside those that no public DNS holds; None: any.
         tool_format: how the model writes calls of tools; None: as its chat template shows.
         otlp_endpoint: URL of the collector of traces; None: nothing is traced.
@@ -225,7 +225,7 @@ class ServerState:
         """Check the prompts of a call and queue them.
 
         Args:
-            request: of HTTP, which brought the call.
+            request: the HTTP request that brought the call.
 
         Raises:
             ApiError: there is no room, the id is in use, or a prompt is bad.
