@@ -169,11 +169,7 @@ class Manifest:
         return manifest
 
     def _check(self) -> None:
-        """Refuse what a store, a terminal or a reader of the report could stumble over.
-
-        Raises:
-            ValueError: with the reason.
-        """
+        """Refuse what a store, a terminal or a reader of the report could stumble over."""
         check_names(self.files)
         if (num_bytes := sum(file.num_bytes for file in self.files.values())) > MAX_ARTIFACT_BYTES:
             raise ValueError(f"lists {num_bytes} bytes, expected at most {MAX_ARTIFACT_BYTES}")

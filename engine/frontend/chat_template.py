@@ -277,11 +277,7 @@ class ChatTemplates:
 
 
 def _list_of_objects(name: str, value: Any) -> list[Any] | None:
-    """A list of objects as plain data; None if it is empty or not given.
-
-    Raises:
-        UserError: it is something else.
-    """
+    """A list of objects as plain data; None if it is empty or not given."""
     if value is None:
         return None
     items = plain_data(name, value)

@@ -150,11 +150,7 @@ class _Tree:
         return self._names[key]
 
     def _find(self, reference: Any, resource: _Resource) -> _Place:
-        """Find the place that a reference names.
-
-        Raises:
-            UserError: it is not in the document.
-        """
+        """Find the place that a reference names."""
         if not isinstance(reference, str):
             raise UserError(f"grammar: $ref={_short(reference)}: expected text")
         base, _, fragment = reference.partition("#")
@@ -328,9 +324,6 @@ def _narrowed(bound: float, sign: int, name: str, *, is_strict: bool = False) ->
 
     Args:
         sign: 1 of a lower bound, -1 of an upper one.
-
-    Raises:
-        UserError: there is none.
     """
     lower = sign * bound  # An upper bound is a lower one of the negated numbers.
     if abs(lower) < _EXACT:

@@ -73,7 +73,6 @@ class EngineClient:
     Args:
         options: options of each engine, checked by ``check_start``.
         seat: this client's place among those that share the engines.
-        on_step: called with each step's message, after its outputs were shown.
         on_death: called once if a process ends unasked.
     """
 
@@ -82,11 +81,12 @@ class EngineClient:
         options: EngineOptions,
         seat: Seat = _ALONE,
         *,
-        on_step: Callable[[StepOutputs], None] = lambda outputs: None,
         on_death: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         self.options, self.seat = options, seat
-        self.on_step, self.on_death = on_step, on_death
+        self.on_death = on_death
+        self.on_step: Callable[[StepOutputs], None] = lambda outputs: None
+        """Called with each step's message, after its outputs were shown."""
         self.on_finished: Callable[[RequestOutput], None] = lambda output: None
         """Called with the last output of each request."""
         self.dead: Exception | None = None

@@ -163,11 +163,7 @@ def serve(
 
 
 def _import() -> tuple[Any, Any]:
-    """The modules that serve HTTP, which import packages that the engine does not need.
-
-    Raises:
-        MachineError: one of them is not installed.
-    """
+    """The modules that serve HTTP, which import packages that the engine does not need."""
     try:
         from ..http import life
         from ..http.jobs import state
@@ -181,12 +177,7 @@ def _import() -> tuple[Any, Any]:
 
 
 def _collector(url: str | None) -> str | None:
-    """The URL to which traces are sent.
-
-    Raises:
-        UserError: it is none.
-        MachineError: the packages that send them are not installed.
-    """
+    """The URL to which traces are sent."""
     if url is None:
         return None
     parts = urlsplit(url)
@@ -202,11 +193,7 @@ def _collector(url: str | None) -> str | None:
 
 
 def _keys(option: str, flags: list[str], file: Path | None) -> tuple[str, ...]:
-    """The API keys of an option's flags and file.
-
-    Raises:
-        UserError: the file has none or cannot be read, or a key is empty.
-    """
+    """The API keys of an option's flags and file."""
     keys = list(flags)
     if file is not None:
         try:

@@ -127,11 +127,7 @@ def _profile(
 
 
 def _values(name: str, text: str, fixed: int | None) -> list[int]:
-    """The values to try; the one that is given as an engine option alone.
-
-    Raises:
-        UserError: names the flag.
-    """
+    """The values to try; the one that is given as an engine option alone."""
     if fixed is not None:
         return [fixed]
     try:
@@ -144,11 +140,7 @@ def _values(name: str, text: str, fixed: int | None) -> list[int]:
 
 
 def _record(path: Path, asked: dict[str, Any]) -> dict[str, Any]:
-    """What the file will hold: begins with the rows of an interrupted run of the same question.
-
-    Raises:
-        UserError: the file is none of ours, or of another question.
-    """
+    """What the file will hold: begins with the rows of an interrupted run of the same question."""
     from ...bench.environment import environment
     from ...bench.result_file import read_result
 
@@ -192,12 +184,7 @@ def _keep(path: Path, record: dict[str, Any]) -> None:
 def _tune(
     record: dict[str, Any], path: Path, values: tuple[list[int], list[int]], measure: ServedPoints
 ) -> None:
-    """Search, and keep every row as soon as it is measured; ``best`` is the best.
-
-    Raises:
-        UserError: no point is valid.
-        MachineError: no point can be measured, or no request kept the limits.
-    """
+    """Search, and keep every row as soon as it is measured; ``best`` is the best."""
     import torch
 
     from ...bench.tune_serve import Found, goodput, grid, raise_memory, rounds, search

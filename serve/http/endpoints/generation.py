@@ -131,11 +131,7 @@ def sampling_params(body: Generation, defaults: Mapping[str, Any], **more: Any) 
 
 
 def _bias(logit_bias: dict[str, float] | None) -> dict[int, float] | None:
-    """``logit_bias``, whose keys are token ids as JSON has them: text.
-
-    Raises:
-        ApiError: a key is no number.
-    """
+    """``logit_bias``, whose keys are token ids as JSON has them: text."""
     try:
         return {int(name): bias for name, bias in logit_bias.items()} if logit_bias else None
     except ValueError:

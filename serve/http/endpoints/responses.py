@@ -53,11 +53,7 @@ async def responses(request: Request) -> Response:
 
 
 def _format(body: ResponsesRequest) -> dict[str, Any] | None:
-    """``text.format`` as ``response_format`` of chats has it.
-
-    Raises:
-        ApiError: it is no object.
-    """
+    """``text.format`` as ``response_format`` of chats has it."""
     form = (body.text or {}).get("format")
     if form is not None and not isinstance(form, dict):
         raise ApiError(400, "text.format: expected an object with its type", param="text")
