@@ -274,8 +274,8 @@ def measure_growth(
                 growth["context"].append(row)
     engine.core.scheduler.pool.forget_all()
     for count in requests:
-        if count > engine.core.scheduler.max_num_seqs:
-            why = f"max_num_seqs is {engine.core.scheduler.max_num_seqs}"
+        if count > engine.core.scheduler.step_limits.max_num_seqs:
+            why = f"max_num_seqs is {engine.core.scheduler.step_limits.max_num_seqs}"
             growth["skipped"].append({"requests": count, "why": why})
         else:
             growth["requests"].append(measure_requests(engine, count, steps))

@@ -28,6 +28,11 @@ CROWDED: dict[str, int] = {"passes": 34, "config": 21}
 MAX_FILE_LINES = 400
 MAX_KERNEL_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
+MAX_PARAMETERS = 8
+FILLERS = {"found", "made", "given"}
+NAMED = ("config", "compiler", "graph_capture", "engine", "serve", "bench")
+"""Folders whose functions take few parameters, and whose variables have names that say what they
+are.  config/ has two modules, of tables, that do not keep to this yet."""
 
 # "path" or "path:function" -> why it may be longer.
 LENGTH_EXCEPTIONS: dict[str, str] = {}
@@ -225,6 +230,37 @@ def too_long() -> dict[str, str]:
 def test_files_and_functions_stay_short() -> None:
     long = [text for key, text in too_long().items() if key not in LENGTH_EXCEPTIONS]
     assert not long, "\n".join(long)
+
+
+def named_modules() -> list[Path]:
+    tables = ("device_table.py", "expert_tables.py")
+    return [path for path in python_files(*NAMED) if path.name not in tables]
+
+
+def test_functions_take_few_parameters() -> None:
+    many = []
+    for path in named_modules():
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                names = [arg.arg for arg in args if arg.arg not in ("self", "cls")]
+                if len(names) > MAX_PARAMETERS:
+                    where = f"{path.relative_to(ROOT)}:{node.lineno}"
+                    many.append(
+                        f"{where}: {node.name} takes {len(names)}, at most {MAX_PARAMETERS}"
+                    )
+    assert not many, "\n".join(many)
+
+
+def test_variables_say_what_they_are() -> None:
+    fillers = []
+    for path in named_modules():
+        for node in ast.walk(parsed(path)):
+            match node:
+                case ast.Name(id=name) | ast.arg(arg=name) if name in FILLERS:
+                    where = f"{path.relative_to(ROOT)}:{node.lineno}"
+                    fillers.append(f"{where}: {name} names nothing; name the thing")
+    assert not fillers, "\n".join(fillers)
 
 
 def test_every_folder_keeps_to_its_line_budget() -> None:
