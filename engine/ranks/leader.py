@@ -29,7 +29,7 @@ from ..worker.peers import RankGroup, meeting_store
 from ..worker.place import LOOPBACK, places
 from ..worker.source import artifact_store
 from .executor import StartedRanks, start_others
-from .lifetime import BROKEN, LOOK_S, STOPPED, StoppedWatch, how_ended
+from .lifetime import BROKEN, LOOK_S, STOPPED, StoppedWatch, how_rank_ended
 from .link import ArtifactFolder, ArtifactKey, Ended, Kind, Link, RankFailed, Start
 from .ray import LOST, RayRank, RayRanks
 from .torchrun import Joined, joined_ranks
@@ -309,7 +309,7 @@ class Leader:
             selector.unregister(exited)
             os.close(exited)
             code = process.wait()
-            self._ended[rank] = _UNKNOWN if code is None else how_ended(code)
+            self._ended[rank] = _UNKNOWN if code is None else how_rank_ended(code)
 
         selector.register(exited, selectors.EVENT_READ, end)
         self._stopped[rank] = StoppedWatch(process.pid)
