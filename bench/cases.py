@@ -137,7 +137,7 @@ def measure_prefix(
     finally:
         scheduler.pool.forget_all()
         scheduler.prefix_caching = had
-    ttft = {name: statistics.mean(r.ttft for r in found.requests) for name, found in runs.items()}
+    ttft = {name: statistics.mean(r.ttft for r in each.requests) for name, each in runs.items()}
     pairs = zip(runs["without"].token_ids, runs["cached"].token_ids, strict=True)
     return {
         "num_prompts": num_prompts,
@@ -147,7 +147,7 @@ def measure_prefix(
         "ttft_mean_ms": {name: round(ms, 3) for name, ms in ttft.items()},
         "speedup": round(ttft["without"] / ttft["cached"], 2),
         "identical": sum(a == b for a, b in pairs),
-        "rows": [{"prefix": name, **found.to_json()} for name, found in runs.items()],
+        "rows": [{"prefix": name, **each.to_json()} for name, each in runs.items()],
     }
 
 
@@ -203,9 +203,9 @@ def measure_context(engine: Engine, batch: int, context: int, steps: int) -> dic
         raise UserError("enable_prefix_caching=False: growth needs it, to skip prefills; drop it")
     works = equal(batch, context, steps + 1, engine.inputs.vocab_size, seed=context)
     pretend_computed(engine, works)
-    found = run(engine, works)
+    measured = run(engine, works)
     nbytes = bytes_to_read(engine, batch, context + steps // 2)
-    tpot_ms = statistics.median(found.gaps)
+    tpot_ms = statistics.median(measured.gaps)
     row = {
         "batch": batch,
         "context": context,
@@ -224,9 +224,9 @@ def measure_requests(engine: Engine, num_requests: int, steps: int) -> dict[str,
     options = ProfileOptions(
         "decode", num_requests, 32, steps + 12, delay_iterations=4, max_iterations=steps
     )
-    found = drive(engine, options)
-    step_us = statistics.median(step.wall_us for step in found)
-    host_us = statistics.median(sum(s.cpu_us.values()) - s.cpu_us["wait"] for s in found)
+    taken = drive(engine, options)
+    step_us = statistics.median(step.wall_us for step in taken)
+    host_us = statistics.median(sum(s.cpu_us.values()) - s.cpu_us["wait"] for s in taken)
     row = {"requests": num_requests, "step_us": round(step_us, 1), "host_us": round(host_us, 1)}
     dispatch = engine.dispatcher.choose(num_requests, num_requests, query_len=1)
     if engine.config.hardware.graphs == "cuda" and dispatch.kind is GraphKind.FULL:
@@ -261,22 +261,22 @@ def measure_growth(
     whether the rows of ``context`` have a limit by bytes."""
     fill_caches(engine)
     warm_up(engine, equal(1, 8, 4, engine.inputs.vocab_size))
-    found: dict[str, Any] = {"context": [], "requests": [], "skipped": []}
-    found["has_limit"] = engine.copy_ceiling > 0
+    growth: dict[str, Any] = {"context": [], "requests": [], "skipped": []}
+    growth["has_limit"] = engine.copy_ceiling > 0
     for batch in batches:
         for context in contexts:
             try:
                 check_length(engine, context + steps + 1)
                 row = measure_context(engine, batch, context, steps)
             except UserError as error:
-                found["skipped"].append({"batch": batch, "context": context, "why": str(error)})
+                growth["skipped"].append({"batch": batch, "context": context, "why": str(error)})
             else:
-                found["context"].append(row)
+                growth["context"].append(row)
     engine.core.scheduler.pool.forget_all()
     for count in requests:
-        if count > engine.core.scheduler.max_num_seqs:
-            why = f"max_num_seqs is {engine.core.scheduler.max_num_seqs}"
-            found["skipped"].append({"requests": count, "why": why})
+        if count > engine.core.scheduler.step_limits.max_num_seqs:
+            why = f"max_num_seqs is {engine.core.scheduler.step_limits.max_num_seqs}"
+            growth["skipped"].append({"requests": count, "why": why})
         else:
-            found["requests"].append(measure_requests(engine, count, steps))
-    return found
+            growth["requests"].append(measure_requests(engine, count, steps))
+    return growth

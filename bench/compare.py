@@ -36,10 +36,9 @@ def load(path: Path) -> list[dict[str, Any]]:
     """
 
     def rows(record: dict[str, Any]) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = record["rows"]
-        for row in found:
+        for row in record["rows"]:
             _work(row)
-        return found
+        return list(record["rows"])
 
     return read_result(path, "bench latency` or `throughput", rows)
 

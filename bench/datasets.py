@@ -120,9 +120,9 @@ def _lines(file: Path) -> list[str]:
 
 def _parse(file: Path, read: Callable[[], str]) -> list[Any]:
     try:
-        found = json.loads(read())
+        records = json.loads(read())
     except (OSError, ValueError) as error:
         raise UserError(f"dataset_path={file}: cannot be read: {error}") from error
-    if not isinstance(found, list):
+    if not isinstance(records, list):
         raise UserError(f"dataset_path={file}: expected a list of conversations")
-    return found
+    return records

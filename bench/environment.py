@@ -42,7 +42,6 @@ def environment() -> dict[str, Any]:
 
 
 def source_digests(folders: Iterable[str], root: Path = ROOT) -> dict[str, str]:
-    """Folder -> digest of the names and contents of its sources."""
     return {folder: _digest(root, folder) for folder in folders}
 
 
@@ -90,16 +89,15 @@ def _command() -> str:
 
 
 def commit() -> str:
-    """The checkout's commit, or "unknown" where there is no git."""
     return (_git("rev-parse", "--short", "HEAD") or "").strip() or "unknown"
 
 
 def _git(*arguments: str, root: Path = ROOT) -> str | None:
     """Run git in ``root``; returns what it prints, or None where it fails or is missing."""
     try:
-        found = subprocess.run(
+        done = subprocess.run(
             ["git", *arguments], cwd=root, capture_output=True, text=True, check=False
         )
     except OSError:
         return None
-    return None if found.returncode else found.stdout
+    return None if done.returncode else done.stdout

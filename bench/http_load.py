@@ -188,12 +188,12 @@ def measure_first_token(target: HttpTarget, work: Work) -> dict[str, float]:
 def _sums(target: HttpTarget) -> dict[str, float]:
     time.sleep(_COUNTERS_S)
     text = get(target, "/metrics").decode()
-    found = dict.fromkeys(_SUMS, 0.0)
+    sums = dict.fromkeys(_SUMS, 0.0)
     for name, series in _SUMS.items():
         for labels, value in re.findall(rf"^{series}{{(.*)}} (\S+)$", text, re.MULTILINE):
             if 'step="decode"' not in labels:
-                found[name] += float(value)
-    return found
+                sums[name] += float(value)
+    return sums
 
 
 async def _load(
@@ -303,7 +303,6 @@ async def _refusal(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, h
 
 
 def get_json(target: HttpTarget, path: str) -> Any:
-    """Return what ``get`` does, as JSON."""
     return msgspec.json.decode(get(target, path))
 
 

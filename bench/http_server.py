@@ -26,7 +26,6 @@ _LINE = re.compile(r"serving \S+ at (http://\S+)$")
 
 
 def flags_of(options: Mapping[str, Any]) -> list[str]:
-    """The command line flags of engine options."""
     flags = []
     for spec in option_specs():
         value = options.get(spec.name)
@@ -68,20 +67,20 @@ def serving(options: Mapping[str, Any]) -> Iterator[Server]:
                 [*command, *flags_of(options)], stderr=written, stdout=written, text=True
             )
         try:
-            while (found := _address(log)) is None:
+            while (address := _address(log)) is None:
                 if process.poll() is not None:
                     last = (log.read_text().splitlines() or ["no message"])[-1]
                     raise MachineError(f"the server has not started: {last}")
                 time.sleep(0.05)
-            yield Server(process, HttpTarget(found, model))
+            yield Server(process, HttpTarget(address, model))
         finally:
             process.terminate()
             process.wait()
 
 
 def _address(log: Path) -> str | None:
-    found = [match[1] for line in log.read_text().splitlines() if (match := _LINE.search(line))]
-    return found[0] if found else None
+    addresses = [match[1] for line in log.read_text().splitlines() if (match := _LINE.search(line))]
+    return addresses[0] if addresses else None
 
 
 def offline(
@@ -111,8 +110,8 @@ def offline(
         )
     if done.returncode != 0:
         raise MachineError("what LLM.generate takes could not be measured; see above")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return figures
 
 
 def _measure(asked: Mapping[str, Any]) -> dict[str, float]:

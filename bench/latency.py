@@ -30,7 +30,7 @@ def measure_latency(
     first = equal(batch, input_len, 1, vocab_size)
     warm_up(engine, full)
     runs = [(run(engine, full), run(engine, first)) for _ in range(repeats)]
-    best = min((whole for whole, _ in runs), key=lambda found: found.seconds)
+    best = min((whole for whole, _ in runs), key=lambda each: each.seconds)
     first_s = min(one.seconds for _, one in runs)
     slowest_s = max(whole.seconds for whole, _ in runs)
     return {

@@ -129,7 +129,7 @@ def measure_passes(
         programs = _programs(engine, names, progress, say)
         _check_length(engine, _longest(steps, len(programs)))
         rounds = _rounds(engine, list(programs.values()), steps, progress)
-    found = [
+    measured = [
         Configuration(
             title,
             tuple(program.matched),
@@ -139,11 +139,11 @@ def measure_passes(
         )
         for index, (title, program) in enumerate(programs.items())
     ]
-    for configuration in found:
+    for configuration in measured:
         figures = (f"{work} {ms:.3f} ms" for work, ms in configuration.ms.items())
         say(f"{configuration.title}: {', '.join(figures)}")
     facts = _facts(engine)
-    return {"rows": [_row(found, c, facts) for c in found[2:]], "configurations": found}
+    return {"rows": [_row(measured, c, facts) for c in measured[2:]], "configurations": measured}
 
 
 def _engine(options: dict[str, Any], steps: Steps) -> Engine:
@@ -169,7 +169,6 @@ def fitting_prefill(options: dict[str, Any]) -> int:
 
 
 def _model_len(options: dict[str, Any]) -> int:
-    """The longest request that the model and the options allow."""
     hardware = detect_hardware(options.get("device", "auto"))
     return read_model(EngineOptions(**options), hardware)[2].model.max_model_len
 
@@ -217,14 +216,10 @@ def _rounds(
     """For each kind of step, a list for each round, with a pair for each program.  An extra round,
     in which graphs are captured, comes first and is dropped."""
     seed = iter(range(2**31))
-    found: dict[str, list[list[tuple[float, float]]]] = {}
+    rounds: dict[str, list[list[tuple[float, float]]]] = {}
     total = (1 + steps.rounds) * len(steps.works)
     gc.collect()
-    with (
-        progress.bar("Measuring", total) as advance,
-        gc_paused(),
-        _restored(engine),
-    ):
+    with progress.bar("Measuring", total) as advance, gc_paused(), _restored(engine):
         for work in steps.works:
             kind, _, size = work.partition(" ")
             for number in range(1 + steps.rounds):
@@ -233,10 +228,10 @@ def _rounds(
                     times = _decode(engine, programs, order, int(size), steps.turn)
                 else:
                     times = _prefill(engine, programs, order, int(size), seed)
-                found.setdefault(work, []).append(_pairs(order, times))
+                rounds.setdefault(work, []).append(_pairs(order, times))
                 advance(1)
-            del found[work][0]
-    return found
+            del rounds[work][0]
+    return rounds
 
 
 @contextmanager
@@ -263,18 +258,18 @@ def _pairs(order: Sequence[int], times: Sequence[float]) -> list[tuple[float, fl
     """For each program, the time of its turn, and the mean of the turns of 0 and 1 right before and
     behind it.  For these two, both are means over all their turns but the first and the last."""
     bases = range(0, len(order), 2)
-    found: dict[int, list[tuple[float, float]]] = {}
+    turns: dict[int, list[tuple[float, float]]] = {}
     for place, index in enumerate(order):
         apart = 2 if place in bases else 1
         if apart <= place < len(order) - apart:
             beside = (times[place - apart] + times[place + apart]) / 2
-            found.setdefault(index, []).append((times[place], beside))
+            turns.setdefault(index, []).append((times[place], beside))
     # With one pass each of the first two has one turn, with two passes the first has none inside.
-    found.setdefault(1, [(times[2], times[0])])
-    found.setdefault(0, [(beside, own) for own, beside in found[1]])
+    turns.setdefault(1, [(times[2], times[0])])
+    turns.setdefault(0, [(beside, own) for own, beside in turns[1]])
     return [
         (statistics.fmean(own for own, _ in pairs), statistics.fmean(beside for _, beside in pairs))
-        for _, pairs in sorted(found.items())
+        for _, pairs in sorted(turns.items())
     ]
 
 
@@ -339,7 +334,7 @@ def _prefill(
     return times[1:]
 
 
-def _row(found: list[Configuration], other: Configuration, facts: dict[str, Any]) -> Measured:
+def _row(measured: list[Configuration], other: Configuration, facts: dict[str, Any]) -> Measured:
     """Noise is the difference between rounds, plus that between the two equal programs: the same
     kernels, captured twice, find their memory elsewhere."""
     how, name = other.title.split()
@@ -350,7 +345,7 @@ def _row(found: list[Configuration], other: Configuration, facts: dict[str, Any]
     for work in other.rounds:
         ratios = other.ratios(work)
         error = statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else 0.0
-        apart = abs(statistics.median(found[1].ratios(work)) - 1)
+        apart = abs(statistics.median(measured[1].ratios(work)) - 1)
         noise[work] = round(2 * error + apart, 5)
     return Measured(name=name, **facts, on_ms=on, off_ms=off, noise=noise)
 

@@ -144,10 +144,10 @@ def _engines(page: Any, results: Mapping[str, Record]) -> Sequence[Any]:
 def _growth(page: Any, results: Mapping[str, Record]) -> Sequence[Any]:
     """Left: TPOT over context with its limit by bytes; right: step and overhead over requests."""
     left, right = page.subplots(1, 2)
-    for name, found in results.items():
+    for name, growth in results.items():
         prefix = f"{name}, " if len(results) > 1 else ""
-        for batch in dict.fromkeys(row["batch"] for row in found["context"]):
-            rows = [row for row in found["context"] if row["batch"] == batch]
+        for batch in dict.fromkeys(row["batch"] for row in growth["context"]):
+            rows = [row for row in growth["context"] if row["batch"] == batch]
             contexts, label = [row["context"] for row in rows], f"b={batch}"
             (line,) = left.plot(contexts, [r["tpot_ms"] for r in rows], "o-", label=prefix + label)
             limits = [row["limit_ms"] for row in rows if "limit_ms" in row]
@@ -160,7 +160,7 @@ def _growth(page: Any, results: Mapping[str, Record]) -> Sequence[Any]:
             ("host_us", "CPU in it"),
             ("overhead_us", "step - graph"),
         ):
-            points = [(r["requests"], r[figure]) for r in found["requests"] if figure in r]
+            points = [(r["requests"], r[figure]) for r in growth["requests"] if figure in r]
             if points:
                 columns = zip(*points, strict=True)
                 right.plot(*columns, "o-", markersize=3, label=prefix + label)

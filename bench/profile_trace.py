@@ -53,11 +53,13 @@ def read_trace(
 
     on_gpu = [event for event in spans if event.get("cat") in GPU]
     if on_gpu:
-        found = _kernels(on_gpu, spans, step_at, windows[0][2] if windows else None, shapes=shapes)
+        first = windows[0][2] if windows else None
+        activities = _kernels(on_gpu, spans, step_at, first, shapes=shapes)
     else:
-        found = _operators([e for e in spans if e.get("cat") == "cpu_op"], step_at, shapes=shapes)
+        on_cpu = [event for event in spans if event.get("cat") == "cpu_op"]
+        activities = _operators(on_cpu, step_at, shapes=shapes)
     wanted = set(steps)
-    return [activity for activity in found if activity.step in wanted]
+    return [activity for activity in activities if activity.step in wanted]
 
 
 def _kernels(
@@ -74,7 +76,7 @@ def _kernels(
         if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
     }
     of_launch = Counter(event["args"].get("correlation") for event in on_gpu)
-    found, step = [], first
+    kernels, step = [], first
     for event in sorted(on_gpu, key=lambda event: cast(float, event["ts"])):
         args = event["args"]
         launch = launches.get(args.get("correlation"))
@@ -86,15 +88,12 @@ def _kernels(
             continue
         label = f"grid {args['grid']} block {args['block']}" if shapes and "grid" in args else ""
         start, us = event["ts"], event["dur"]
-        found.append(Activity(event["name"], label, step, start, start + us, us, cpu_us))
-    return found
+        kernels.append(Activity(event["name"], label, step, start, start + us, us, cpu_us))
+    return kernels
 
 
 def _operators(
-    operators: Sequence[Mapping[str, Any]],
-    step_at: Callable[[float], int | None],
-    *,
-    shapes: bool,
+    operators: Sequence[Mapping[str, Any]], step_at: Callable[[float], int | None], *, shapes: bool
 ) -> list[Activity]:
     inner = [0.0] * len(operators)
     order = sorted(operators, key=lambda e: (e["tid"], e["ts"], -e["dur"]))
@@ -108,7 +107,7 @@ def _operators(
         if around:
             inner[around[-1]] += event["dur"]
         around.append(place)
-    found = []
+    activities = []
     for event, inside in zip(order, inner, strict=True):
         step = step_at(event["ts"])
         if step is not None:
@@ -116,8 +115,8 @@ def _operators(
             us = max(0.0, event["dur"] - inside)
             label = json.dumps(dims) if dims else ""
             start, end = event["ts"], event["ts"] + event["dur"]
-            found.append(Activity(event["name"], label, step, start, end, us, us))
-    return sorted(found, key=lambda activity: activity.start_us)
+            activities.append(Activity(event["name"], label, step, start, end, us, us))
+    return sorted(activities, key=lambda activity: activity.start_us)
 
 
 def kernel_rows(
@@ -174,17 +173,17 @@ def layer_groups(activities: Sequence[Activity], num_steps: int, num_layers: int
         names = tuple(activity.name for activity in group)
         if names not in known:
             known[names] = find_repeat(names, num_layers)
-        found = known[names]
-        if found is None:
+        repeat = known[names]
+        if repeat is None:
             counts = Counter(names)
             for activity in group:
                 (outside if counts[activity.name] % num_layers else inside).append(activity)
             turns += num_layers
             continue
-        inside += group[found.start : found.stop]
-        outside += group[: found.start] + group[found.stop :]
-        pattern = list(names[found.start : found.start + found.period])
-        turns += (found.stop - found.start) / found.period
+        inside += group[repeat.start : repeat.stop]
+        outside += group[: repeat.start] + group[repeat.stop :]
+        pattern = list(names[repeat.start : repeat.start + repeat.period])
+        turns += (repeat.stop - repeat.start) / repeat.period
     total = sum(activity.us for activity in activities)
     groups: dict[str, Any] = {"num_layers": num_layers, "pattern": pattern}
     for title, chosen in (("in_layers", inside), ("once_a_step", outside)):
@@ -222,7 +221,7 @@ def busy_times(activities: Sequence[Activity]) -> dict[int, dict[str, float]]:
     steps: dict[int, list[Activity]] = defaultdict(list)
     for activity in activities:
         steps[activity.step].append(activity)
-    found: dict[int, dict[str, float]] = {}
+    times: dict[int, dict[str, float]] = {}
     end = None
     for step in sorted(steps):
         group = steps[step]
@@ -232,6 +231,6 @@ def busy_times(activities: Sequence[Activity]) -> dict[int, dict[str, float]]:
             reached = max(reached, activity.end_us)
         before = 0.0 if end is None else max(0.0, group[0].start_us - end)
         inside = reached - group[0].start_us - busy
-        found[step] = {"busy": busy, "idle_inside": inside, "idle_before": before}
+        times[step] = {"busy": busy, "idle_inside": inside, "idle_before": before}
         end = reached
-    return found
+    return times

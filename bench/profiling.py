@@ -158,7 +158,7 @@ def profile_phase(llm: LLM, options: ProfileOptions, trace: Path) -> PhaseProfil
     engine = llm.engine
     assert isinstance(engine, Engine)
     for name, has, needs in (
-        ("max_num_seqs", engine.core.scheduler.max_num_seqs, options.batch_size),
+        ("max_num_seqs", engine.core.scheduler.step_limits.max_num_seqs, options.batch_size),
         ("max_model_len", engine.inputs.max_model_len, options.input_len + options.output_len),
     ):
         if needs > has:
@@ -260,33 +260,33 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def timeline(found: PhaseProfile) -> dict[str, Any]:
+def timeline(profile: PhaseProfile) -> dict[str, Any]:
     """Every step, and medians: busy and idle time of the device, parts of the CPU's; us.
 
     ``idle_share`` is of the recorded time line; ``undisturbed`` has the times without the profiler,
     and ``busy`` against them: below 0 where the profiler slowed kernels down.
     """
-    busy = busy_times(found.activities)
+    busy = busy_times(profile.activities)
     steps = []
-    for step in found.steps:
+    for step in profile.steps:
         device = busy.get(step.index, {"busy": 0.0, "idle_inside": 0.0, "idle_before": 0.0})
         steps.append({**asdict(step), **{f"{name}_us": us for name, us in device.items()}})
     names = ("wall_us", "busy_us", "idle_inside_us", "idle_before_us")
     median: dict[str, Any] = {n: statistics.median(s[n] for s in steps) for n in names}
-    median["cpu_us"] = _median_parts(found.steps)
-    wall_us = statistics.median(step.wall_us for step in found.undisturbed)
+    median["cpu_us"] = _median_parts(profile.steps)
+    wall_us = statistics.median(step.wall_us for step in profile.undisturbed)
     spans = {n: sum(s[n] for s in steps) for n in names[1:]}
     whole = sum(spans.values()) or 1.0
     return {
         "num_steps": len(steps),
-        "device": "GPU" if found.on_gpu else "CPU",
+        "device": "GPU" if profile.on_gpu else "CPU",
         "idle_share": 1 - spans["busy_us"] / whole,
         "idle_inside_share": spans["idle_inside_us"] / whole,
         "idle_between_share": spans["idle_before_us"] / whole,
         "median": median,
         "undisturbed": {
             "wall_us": wall_us,
-            "cpu_us": _median_parts(found.undisturbed),
+            "cpu_us": _median_parts(profile.undisturbed),
             "idle_share": 1 - median["busy_us"] / wall_us,
         },
         "steps": steps,
@@ -297,19 +297,19 @@ def _median_parts(steps: Sequence[ProfiledStep]) -> dict[str, float]:
     return {name: statistics.median(s.cpu_us[name] for s in steps) for name in CPU_PARTS}
 
 
-def write(found: PhaseProfile, folder: Path) -> dict[str, Any]:
+def write(profile: PhaseProfile, folder: Path) -> dict[str, Any]:
     """Write ``kernels.csv``, ``kernels.json``, ``layers.json``, ``timeline.json`` and, if recorded,
     ``experts.json``; returns the rows, the groups, the time line and the load of experts."""
-    rows = kernel_rows(found.activities, len(found.steps), found.num_layers)
-    groups = layer_groups(found.activities, len(found.steps), found.num_layers)
-    line = timeline(found)
-    load = describe_load(found.expert_load)
-    about = {"environment": environment(), "options": asdict(found.options)}
+    rows = kernel_rows(profile.activities, len(profile.steps), profile.num_layers)
+    groups = layer_groups(profile.activities, len(profile.steps), profile.num_layers)
+    line = timeline(profile)
+    load = describe_load(profile.expert_load)
+    about = {"environment": environment(), "options": asdict(profile.options)}
     tables = {"kernels": {"rows": rows}, "layers": groups, "timeline": line}
     if load:
         tables["experts"] = {"rows": load}
     for name, data in tables.items():
-        record = {**about, "num_steps": len(found.steps), **data}
+        record = {**about, "num_steps": len(profile.steps), **data}
         (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     with (folder / "kernels.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]) if rows else ["kernel"])

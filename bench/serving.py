@@ -71,10 +71,10 @@ class Run:
 def _summary(values: Sequence[float]) -> dict[str, float]:
     if not values:
         return {}
-    found = {"mean": float(np.mean(values))}
+    summary = {"mean": float(np.mean(values))}
     points = np.percentile(values, PERCENTILES)
-    found |= {f"p{p}": float(v) for p, v in zip(PERCENTILES, points, strict=True)}
-    return {name: round(value, 3) for name, value in found.items()}
+    summary |= {f"p{p}": float(v) for p, v in zip(PERCENTILES, points, strict=True)}
+    return {name: round(value, 3) for name, value in summary.items()}
 
 
 def parse_limits(items: Iterable[str]) -> dict[str, float]:
@@ -138,11 +138,11 @@ def run(engine: EngineLoop, works: Sequence[Work], request_rate: float = inf) ->
         engine.on_tokens = before
     seconds = time.perf_counter() - start
     stamps: dict[str, list[float]] = {request_id: [] for request_id in due}
-    given: dict[str, list[int]] = {request_id: [] for request_id in due}
+    token_ids: dict[str, list[int]] = {request_id: [] for request_id in due}
     for now, tokens in came:
         for name, token_id in zip(tokens.request_ids, tokens.token_ids.tolist(), strict=True):
             stamps[name].append(now)
-            given[name].append(token_id)
+            token_ids[name].append(token_id)
     inputs, outputs = (
         sum(map(len, x)) for x in ([w.prompt_token_ids for w in works], stamps.values())
     )
@@ -153,7 +153,7 @@ def run(engine: EngineLoop, works: Sequence[Work], request_rate: float = inf) ->
         tpot = float(gaps.mean()) if len(gaps) else 0.0
         ttft, e2e = ((t - due[request_id][0]) * 1e3 for t in (times[0], times[-1]))
         result.requests.append(RequestTimes(ttft, tpot, e2e, float(max(gaps, default=0.0))))
-        result.token_ids.append(given[request_id])
+        result.token_ids.append(token_ids[request_id])
     return result
 
 

@@ -33,7 +33,7 @@ def measure_startup(
     """Start ``iterations`` times cold, and as often warm.
 
     Args:
-        options: of ``EngineOptions``, without those of the store, which is a temporary one.
+        options: engine options, without those of the store, which is a temporary one.
         on_run: told of each run, "cold" or "warm", as it ends.
 
     Returns:
@@ -56,7 +56,7 @@ def measure_startup(
                 runs[kind].append(run)
                 on_run(kind, run)
                 _check(kind, run, runs["cold"][0])
-    return {kind: _summary(found) for kind, found in runs.items()}
+    return {kind: _summary(starts) for kind, starts in runs.items()}
 
 
 def _check(kind: str, run: Mapping[str, Any], first: Mapping[str, Any]) -> None:

@@ -57,11 +57,11 @@ def grid(seqs: Sequence[int], tokens: Sequence[int], longest: int) -> list[Point
     Each running request needs a token a step, and ``max_num_seqs`` requests have no more than
     ``max_num_seqs`` x ``longest`` tokens.
     """
-    found: dict[tuple[int, int], Point] = {}
+    points: dict[tuple[int, int], Point] = {}
     for s, t in itertools.product(sorted(seqs), sorted(tokens)):
         if t >= s:
-            found.setdefault((s, min(t, s * longest)), Point(s, t))
-    return list(found.values())
+            points.setdefault((s, min(t, s * longest)), Point(s, t))
+    return list(points.values())
 
 
 def rounds(num_points: int, num_requests: int) -> list[tuple[int, int]]:
@@ -97,7 +97,7 @@ class Found:
     """Rows that were measured, in this run or in one that was interrupted.
 
     Args:
-        rows: of before; they are not measured again.
+        rows: rows of an earlier run, which are not measured again.
         on_row: called with all rows, and with each that is measured or known.
     """
 
@@ -124,7 +124,7 @@ def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return (*(row[name] for name in Point.__dataclass_fields__), row["asked"])
 
 
-def search(points: Sequence[Point], num_requests: int, found: Found) -> Row:
+def search(points: Sequence[Point], num_requests: int, measured: Found) -> Row:
     """The row of the point with the most goodput.
 
     Raises:
@@ -135,7 +135,7 @@ def search(points: Sequence[Point], num_requests: int, found: Found) -> Row:
         rows: list[Row] = []
         for point in left:
             best = heapq.nlargest(keep, map(goodput, rows))
-            rows.append(found.row(point, asked, best[-1] if len(best) == keep else 0.0))
+            rows.append(measured.row(point, asked, best[-1] if len(best) == keep else 0.0))
         served = [pair for pair in zip(rows, left, strict=True) if "failed" not in pair[0]]
         if not served:
             raise MachineError(f"no point could be measured; the first: {rows[0]['failed']}")
@@ -144,12 +144,12 @@ def search(points: Sequence[Point], num_requests: int, found: Found) -> Row:
     return served[0][0]
 
 
-def raise_memory(best: Row, num_requests: int, found: Found) -> Row:
+def raise_memory(best: Row, num_requests: int, measured: Found) -> Row:
     """``best``, or its point with more GPU memory: upward until the server no longer starts."""
     point = Point(best["max_num_seqs"], best["max_num_batched_tokens"])
     for share in MEMORY_SHARES:
         more = replace(point, gpu_memory_utilization=share)
-        row = found.row(more, num_requests, goodput(best))
+        row = measured.row(more, num_requests, goodput(best))
         if "failed" in row:
             break
         best = max(best, row, key=goodput)
@@ -160,8 +160,8 @@ class ServedPoints:
     """Measures a point with a server of its own.
 
     Args:
-        options: of the engine, beside those of the point.
-        limits: in ms, which a good request keeps.
+        options: engine options, beside those of the point.
+        limits: latencies in ms that a good request keeps.
         rates: requests a second to offer, instead of those that the search chooses.
     """
 
@@ -178,7 +178,6 @@ class ServedPoints:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request."""
         return max(len(work.prompt_token_ids) + work.output_len for work in self._works)
 
     def __call__(self, point: Point, num_requests: int, floor: float) -> Row:

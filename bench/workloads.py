@@ -28,7 +28,7 @@ class Work:
     output_len: int
 
 
-def mix(name: str, num_prompts: int, vocab_size: int, seed: int = 1) -> list[Work]:
+def mix(name: str, num_prompts: int, vocab_size: int) -> list[Work]:
     """Requests of a mix: log-normal lengths, uniform tokens.
 
     Raises:
@@ -36,7 +36,7 @@ def mix(name: str, num_prompts: int, vocab_size: int, seed: int = 1) -> list[Wor
     """
     if name not in MIXES:
         raise UserError(f"workload {name!r}: expected one of {', '.join(MIXES)}")
-    rng = random.Random(seed)
+    rng = random.Random(1)
 
     def length(mean: int, most: int) -> int:
         return max(_LEAST, min(most, int(rng.lognormvariate(0, _SPREAD) * mean * _SCALE)))
@@ -69,7 +69,6 @@ def fitting(works: list[Work], most_tokens: int) -> tuple[list[Work], float]:
 def equal(
     batch: int, input_len: int, output_len: int, vocab_size: int, seed: int = 0
 ) -> list[Work]:
-    """``batch`` requests of the same lengths and different tokens."""
     rng = random.Random(f"{seed}/{batch}")
     return [
         Work([rng.randrange(vocab_size) for _ in range(input_len)], output_len)

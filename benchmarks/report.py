@@ -18,11 +18,11 @@ from pathlib import Path
 
 from ..bench import plots
 from ..bench.environment import ENGINE, ROOT, changed_since
-from ..bench.kernels.figures import load_all, markdown, plot
 from ..bench.result_file import Record, read_results
 from ..config import UserError
-from ..serve.table import table
+from ..serve.console.table import table
 from .evidence import ON_REQUEST, RESULTS, SUITES
+from .kernel_page import load_all, markdown, plot
 from .tables import TABLES, Result, latest
 
 H200 = RESULTS / "h200"

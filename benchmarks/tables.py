@@ -8,10 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..bench.kernels.figures import Figure, summary
+from ..bench.kernels.figures import Figure
 from ..bench.result_file import Record
 from ..config import PASSES
 from ..config.gates import Measured, verdict
+from .kernel_page import summary
 
 
 @dataclass(frozen=True)

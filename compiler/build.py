@@ -25,6 +25,7 @@ from ..passes import (
     digest,
     run_passes,
 )
+from .artifacts.key import Wanted
 from .capture.source import Source
 from .capture.trace import Traced, trace
 from .capture.unroll import unroll
@@ -128,14 +129,7 @@ def lower_model(
 
 
 def build(
-    source: Source,
-    config: CompileConfig,
-    *,
-    device: str,
-    sm: int,
-    label: str,
-    timer: Timer,
-    record: Record,
+    source: Source, config: CompileConfig, wanted: Wanted, *, timer: Timer, record: Record
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
     """Trace, rewrite, split and lower a model, and compile its distinct pieces.
 
@@ -144,6 +138,7 @@ def build(
     Returns:
         The artifact's files, by name, and its report.
     """
+    sm, device = wanted.sm, wanted.device
     measures = config.tune and device == "cuda"
     tuner = Tuner() if measures else None
     tiles, tuned_experts, tuned = None, Found[Any, Any](), Found[Any, Any]()
@@ -191,7 +186,7 @@ def build(
         files |= {f"{folder}/{kernel}": content for kernel, content in piece.files.items()}
     files |= {kernel_file(variant): binary.cubin for variant, binary in binaries.items()}
     files[KERNELS] = _json(kernels_json(binaries))
-    record.write(files, label)
+    record.write(files, wanted.label)
     report = {
         "graph": lowered.graph,
         "passes": [report.to_json() for report in lowered.reports],
@@ -209,7 +204,6 @@ def build(
 
 
 def outside_ops(source: Source) -> list[str]:
-    """Names of the ops that the caller runs beside the program."""
     return sorted({name for name, _ in source.outside(1, 1)})
 
 

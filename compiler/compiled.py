@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .. import ops
 from ..config import CompileConfig
 from .artifacts.artifact import Artifact, Refusal, printable
-from .artifacts.key import Key
+from .artifacts.key import Wanted
 from .artifacts.store import Store
 from .capture.source import Source
 from .lowering.check_kernels import called, check_used
@@ -46,28 +46,19 @@ class Compiled:
 def compile(
     source: Callable[[], Source],
     config: CompileConfig,
-    *,
-    key: Key,
-    as_good: Sequence[Key] = (),
+    wanted: Wanted,
     store: Store,
+    *,
     require: bool = False,
-    label: str = "",
-    device: str = "cpu",
-    sm: int = 0,
     on_phase: Callable[[str], None] = lambda phase: None,
     record: Record | None = None,
 ) -> Compiled:
-    """Return the program of ``key``, from ``store`` or built and published there.
+    """Return the program of ``wanted``, from ``store`` or built and published there.
 
     Args:
         source: makes what is compiled; called only if there is no artifact.
         config: level, passes, kernel choices.
-        key: names everything that the compiled code depends on.
-        as_good: keys of other artifacts that serve as well, if the store has them.
         require: refuse to build.
-        label: what the artifact is, for people.
-        device: "cpu" or "cuda".
-        sm: compute capability of the target GPU, such as 90; 0 for none.
         on_phase: called with the name of each phase as it starts.
         record: build in any case and show it what each phase made.
 
@@ -79,67 +70,68 @@ def compile(
             phases.
     """
     timer = Timer(on_phase)
-    built = False
-    found = _find(store, (key, *as_good), require, timer) if record is None else None
-    if found is None:
+    compiled = _find(wanted, store, require, timer) if record is None else None
+    if compiled is None:
         if require:
-            raise store.missing(key, *as_good)
-        with store.lock(key, on_wait=lambda: on_phase("another process compiles this")):
-            found = _find(store, (key, *as_good), require, timer) if record is None else None
-            if found is None:
-                for refusal in store.refusals:
-                    _log.warning(
-                        "%s: %s; compiling anew", printable(str(refusal.path)), refusal.reason
-                    )
-                from .emit.cpp_compiler import compiler_files
-
-                with compiler_files():
-                    with timer.phase("import compiler"):
-                        from .build import build
-                    with timer.phase("make model"):
-                        model = source()
-                    files, report = build(
-                        model,
-                        config,
-                        device=device,
-                        sm=sm,
-                        label=label,
-                        timer=timer,
-                        record=record or Record(),
-                    )
-                built = True
-                with timer.phase("publish"):
-                    artifact = store.publish(key, files, report, label)
-                found = artifact, *_load(artifact, require, timer)
-    artifact, plan, program = found
-    compiled = Compiled(program, plan, artifact, built, timer.seconds)
-    said = compiled.report
-    if config.named_kernels:
-        check_used(config.named_kernels, called(said["choices"], said["outside"]))
-    if config.required:
-        from ..passes import PassReport, check_required
-
-        check_required(map(PassReport.from_json, said["passes"]), config.required)
+            raise store.missing(*wanted.keys)
+        with store.lock(wanted.key, on_wait=lambda: on_phase("another process compiles this")):
+            compiled = _find(wanted, store, require, timer) if record is None else None
+            if compiled is None:
+                compiled = _make(source, config, wanted, store, timer, record or Record())
+    _check_report(compiled.report, config)
     return compiled
 
 
-def _find(
-    store: Store, keys: Sequence[Key], require: bool, timer: Timer
-) -> tuple[Artifact, Plan, Program] | None:
-    """The first artifact that can be used, and its program.  An artifact that cannot be loaded is
+def _find(wanted: Wanted, store: Store, require: bool, timer: Timer) -> Compiled | None:
+    """The program of the first artifact that can be used.  An artifact that cannot be loaded is
     refused, as a damaged one is."""
     while True:
         with timer.phase("find artifact"):
-            artifact = store.find(*keys)
+            artifact = store.find(*wanted.keys)
         if artifact is None:
             return None
         try:
-            return artifact, *_load(artifact, require, timer)
+            return _load(artifact, require, timer)
         except Refusal as refusal:
             store.refuse(artifact, refusal)
 
 
-def _load(artifact: Artifact, require: bool, timer: Timer) -> tuple[Plan, Program]:
+def _make(
+    source: Callable[[], Source],
+    config: CompileConfig,
+    wanted: Wanted,
+    store: Store,
+    timer: Timer,
+    record: Record,
+) -> Compiled:
+    """Build the artifact, publish it, and load it as any other."""
+    for refusal in store.refusals:
+        _log.warning("%s: %s; compiling anew", printable(str(refusal.path)), refusal.reason)
+    from .emit.cpp_compiler import compiler_files
+
+    with compiler_files():
+        with timer.phase("import compiler"):
+            from .build import build
+        with timer.phase("make model"):
+            model = source()
+        files, report = build(model, config, wanted, timer=timer, record=record)
+    with timer.phase("publish"):
+        artifact = store.publish(wanted.key, files, report, wanted.label)
+    return replace(_load(artifact, False, timer), built=True)
+
+
+def _load(artifact: Artifact, require: bool, timer: Timer) -> Compiled:
     with timer.phase("load"):
         ops.KERNELS.sealed = require
-        return load(artifact)
+        plan, program = load(artifact)
+    return Compiled(program, plan, artifact, seconds=timer.seconds)
+
+
+def _check_report(report: Mapping[str, Any], config: CompileConfig) -> None:
+    """Raise if kernels or fusions that the options ask for are not in the artifact."""
+    if config.named_kernels:
+        check_used(config.named_kernels, called(report["choices"], report["outside"]))
+    if config.required:
+        from ..passes import PassReport, check_required
+
+        check_required(map(PassReport.from_json, report["passes"]), config.required)

@@ -95,9 +95,9 @@ class BackendOptions:
 
     def required(self) -> list[tuple[str, int]]:
         """(pass, least number of matches) of ``require_fusion``."""
-        given = self.require_fusion
+        asked = self.require_fusion
         pairs = []
-        for item in [given] if isinstance(given, str) else given:
+        for item in [asked] if isinstance(asked, str) else asked:
             name, _, count = str(item).partition(":")
             known = [rule.name for rule in self.passes()]
             if name not in known or (count and not count.isdigit()):
@@ -320,8 +320,8 @@ def _compile_aten(
     """Rewrite and lower AOTAutograd's graph, and have Inductor compile the result."""
     start = time.perf_counter()
     for node in gm.graph.nodes:
-        made = getattr(gm, node.target) if node.op == "get_attr" else None
-        node.meta["example_value"] = node.meta.get("val", made)
+        attribute = getattr(gm, node.target) if node.op == "get_attr" else None
+        node.meta["example_value"] = node.meta.get("val", attribute)
         if options.verify and node.op == "call_function":
             # AOTAutograd drops slices that take all: sizes behind them are other expressions.
             node.meta["example_value"] = compute_fake(node)
@@ -356,8 +356,8 @@ def _narrows(node: fx.Node) -> bool:
     source = cast_source(node)
     if source is node:
         return False
-    made, read = fake_value(node).dtype, fake_value(source).dtype
-    return made in (torch.bfloat16, torch.float16) and made != read
+    result, read = fake_value(node).dtype, fake_value(source).dtype
+    return result in (torch.bfloat16, torch.float16) and result != read
 
 
 def _of_function(report: GraphReport) -> list[PassReport]:
@@ -370,7 +370,6 @@ def _of_function(report: GraphReport) -> list[PassReport]:
 
 
 def _sm(gm: fx.GraphModule) -> int:
-    """Compute capability of the graph's GPU; 0 without one."""
     for node in gm.graph.find_nodes(op="placeholder"):
         value = node.meta["example_value"]
         if isinstance(value, Tensor) and value.device.type == "cuda":

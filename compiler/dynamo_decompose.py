@@ -24,15 +24,15 @@ class _InStridesOfEager(fx.Interpreter):
     """
 
     def run_node(self, n: fx.Node) -> Any:
-        made, expected = super().run_node(n), n.meta.get("example_value")
-        if n.op != "call_function" or not isinstance(made, Tensor):
-            return made
-        if not isinstance(expected, Tensor) or _strides(made) == _strides(expected):
-            return made
+        result, expected = super().run_node(n), n.meta.get("example_value")
+        if n.op != "call_function" or not isinstance(result, Tensor):
+            return result
+        if not isinstance(expected, Tensor) or _strides(result) == _strides(expected):
+            return result
         order = sorted(range(expected.dim()), key=lambda d: -_hint(expected.stride()[d]))
         if not is_dense(expected.permute(order)):
-            return made  # a view, of a tensor that has been laid out
-        dense = made.permute(order).clone(memory_format=torch.contiguous_format)
+            return result  # a view, of a tensor that has been laid out
+        dense = result.permute(order).clone(memory_format=torch.contiguous_format)
         return dense.permute([order.index(d) for d in range(len(order))])
 
 
@@ -61,11 +61,11 @@ def decompose(gm: fx.GraphModule) -> fx.GraphModule:
     run = _InStridesOfEager(gm).run
     trace = make_fx(run, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)
     with torch.no_grad(), enable_python_dispatcher(), detect_fake_mode(inputs) or nullcontext():
-        made: fx.GraphModule = trace(*inputs)
-    (old,), (new,) = (graph.find_nodes(op="output") for graph in (gm.graph, made.graph))
+        traced: fx.GraphModule = trace(*inputs)
+    (old,), (new,) = (graph.find_nodes(op="output") for graph in (gm.graph, traced.graph))
     # Which results the caller sees, in which strides.
     new.meta.update(old.meta)
-    made.graph.eliminate_dead_code()  # items of higher-order ops that Inductor does not give
-    replace_random_passes(made)
-    made.recompile()
-    return made
+    traced.graph.eliminate_dead_code()  # items of higher-order ops that Inductor does not give
+    replace_random_passes(traced)
+    traced.recompile()
+    return traced

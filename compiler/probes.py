@@ -7,6 +7,7 @@ Nothing of them is compiled; they take a few seconds, once in a process.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -28,23 +29,21 @@ _BF16, _FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class Probe:
-    """A graph: what computes it, the shapes and dtypes of its inputs, of which those named in
-    ``tokens`` have a row a token, and the passes that have a site in it."""
+    """A graph: what computes it from a named tuple of tensors, their shapes and dtypes, the names
+    of those with a row a token, and the passes that have a site in it."""
 
-    compute: Callable[..., Any]
+    compute: Callable[[Any], Any]
     inputs: dict[str, tuple[tuple[int, ...], torch.dtype]]
     tokens: tuple[str, ...]
     passes: tuple[str, ...]
 
 
-def _dense(
-    x: Tensor, r: Tensor, w: Tensor, b: Tensor, norm: Tensor, gate_up: Tensor, gate_up_bias: Tensor,
-    down: Tensor, down_bias: Tensor, norm2: Tensor, qkv: Tensor, qkv_bias: Tensor,
-) -> Any:  # fmt: skip
-    total = r + ops.linear(x, w, b)
-    gate, up = ops.linear(ops.rms_norm(total, norm, 1e-5), gate_up, gate_up_bias).chunk(2, -1)
-    total = total + ops.linear(F.silu(gate) * up, down, down_bias)
-    return ops.linear(ops.rms_norm(total, norm2, 1e-3), qkv, qkv_bias), total
+def _dense(t: Any) -> Any:
+    total = t.r + ops.linear(t.x, t.w, t.b)
+    y = ops.linear(ops.rms_norm(total, t.norm, 1e-5), t.gate_up, t.gate_up_bias)
+    gate, up = y.chunk(2, -1)
+    total = total + ops.linear(F.silu(gate) * up, t.down, t.down_bias)
+    return ops.linear(ops.rms_norm(total, t.norm2, 1e-3), t.qkv, t.qkv_bias), total
 
 
 def _fp8_linear(x: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -52,69 +51,50 @@ def _fp8_linear(x: Tensor, w: Tensor, scale: Tensor, bias: Tensor | None = None)
     return ops.linear(q, w, bias, x_scale, scale, _BF16)
 
 
-def _fp8_dynamic(
-    x: Tensor, r: Tensor, w: Tensor, s: Tensor, b: Tensor, norm: Tensor, gate_up: Tensor,
-    gate_up_s: Tensor, down: Tensor, down_s: Tensor, norm2: Tensor, qkv: Tensor, qkv_s: Tensor,
-    qkv_bias: Tensor,
-) -> Any:  # fmt: skip
-    total = r + _fp8_linear(x, w, s, b)
-    y = _fp8_linear(ops.rms_norm(total, norm, 1e-5), gate_up, gate_up_s)
-    total = total + _fp8_linear(ops.silu_mul(y), down, down_s)
-    return _fp8_linear(ops.rms_norm(total, norm2, 1e-3), qkv, qkv_s, qkv_bias), total
+def _fp8_dynamic(t: Any) -> Any:
+    total = t.r + _fp8_linear(t.x, t.w, t.w_s, t.b)
+    y = _fp8_linear(ops.rms_norm(total, t.norm, 1e-5), t.gate_up, t.gate_up_s)
+    total = total + _fp8_linear(ops.silu_mul(y), t.down, t.down_s)
+    return _fp8_linear(ops.rms_norm(total, t.norm2, 1e-3), t.qkv, t.qkv_s, t.qkv_bias), total
 
 
-def _fp8_static(
-    x: Tensor, r: Tensor, norm: Tensor, x_s: Tensor, gate_up: Tensor, gate_up_s: Tensor,
-    bias: Tensor, out_s: Tensor,
-) -> Any:  # fmt: skip
-    total = r + x
-    q = ops.quant_fp8_static(ops.rms_norm(total, norm, 1e-5), x_s)
-    y = ops.silu_mul(ops.linear(q, gate_up, bias, x_s, gate_up_s, _BF16))
-    return ops.quant_fp8_static(y, out_s), total
+def _fp8_static(t: Any) -> Any:
+    total = t.r + t.x
+    q = ops.quant_fp8_static(ops.rms_norm(total, t.norm, 1e-5), t.x_s)
+    y = ops.silu_mul(ops.linear(q, t.gate_up, t.bias, t.x_s, t.gate_up_s, _BF16))
+    return ops.quant_fp8_static(y, t.out_s), total
 
 
-def _heads(
-    positions: Tensor, q: Tensor, k: Tensor, v: Tensor, q_norm: Tensor, k_norm: Tensor,
-    table: Tensor, cache: Tensor, slots: Tensor, kv_scale: Tensor,
-) -> Any:  # fmt: skip
-    q, k = ops.rms_norm(q, q_norm, 1e-5), ops.rms_norm(k, k_norm, 1e-5)
-    q, k = ops.rotary_embedding(positions, q, k, table)
-    ops.kv_store(k, v, cache, slots, kv_scale)
-    return q, cache.float()
+def _heads(t: Any) -> Any:
+    q, k = ops.rms_norm(t.q, t.q_norm, 1e-5), ops.rms_norm(t.k, t.k_norm, 1e-5)
+    q, k = ops.rotary_embedding(t.positions, q, k, t.table)
+    ops.kv_store(k, t.v, t.cache, t.slots, t.kv_scale)
+    return q, t.cache.float()
 
 
-def _attention(
-    q: Tensor, cache: Tensor, table: Tensor, lens: Tensor, starts: Tensor, kv_scale: Tensor,
-    out_s: Tensor,
-) -> Any:  # fmt: skip
-    out = torch.empty_like(q)
-    ops.paged_attention(q, cache, table, lens, starts, out, _DIM**-0.5, 6, 30.0, kv_scale)
-    return ops.quant_fp8_static(out.view(-1, _HEADS * _DIM), out_s)
+def _attention(t: Any) -> Any:
+    out = torch.empty_like(t.q)
+    scale, window, cap = _DIM**-0.5, 6, 30.0
+    ops.paged_attention(
+        t.q, t.cache, t.table, t.lens, t.starts, out, scale, window, cap, t.kv_scale
+    )
+    return ops.quant_fp8_static(out.view(-1, _HEADS * _DIM), t.out_s)
 
 
-def _experts(x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, *rest: Any) -> Tensor:
-    weights, ids = ops.route(ops.linear(x, router), None, _TOP_K)
-    h = ops.silu_mul(ops.expert_linear(x, gate_up, ids))
-    return ops.combine_experts(ops.expert_linear(h, down, ids), weights, *rest)
+def _shared_experts(t: Any) -> Tensor:
+    logits = ops.linear(t.x, t.router)
+    weights, ids = ops.route(logits, t.correction, _TOP_K, "sigmoid", False, 2, 1, 2.5)
+    h = ops.gelu_tanh_mul(ops.expert_linear(t.x, t.gate_up, ids))
+    return ops.combine_experts(ops.expert_linear(h, t.down, ids), weights, t.shared, t.gate)
 
 
-def _shared_experts(
-    x: Tensor, router: Tensor, correction: Tensor, gate_up: Tensor, down: Tensor, shared: Tensor,
-    gate: Tensor,
-) -> Tensor:  # fmt: skip
-    logits = ops.linear(x, router)
-    weights, ids = ops.route(logits, correction, _TOP_K, "sigmoid", False, 2, 1, 2.5)
-    h = ops.gelu_tanh_mul(ops.expert_linear(x, gate_up, ids))
-    return ops.combine_experts(ops.expert_linear(h, down, ids), weights, shared, gate)
-
-
-def _norm_moe(
-    x: Tensor, r: Tensor, w: Tensor, b: Tensor, norm: Tensor, router: Tensor, gate_up: Tensor,
-    down: Tensor, norm2: Tensor, qkv: Tensor, qkv_bias: Tensor,
-) -> Any:  # fmt: skip
-    total = r + ops.linear(x, w, b)
-    total = total + _experts(ops.rms_norm(total, norm, 1e-5), router, gate_up, down)
-    return ops.linear(ops.rms_norm(total, norm2, 1e-3), qkv, qkv_bias), total
+def _norm_moe(t: Any) -> Any:
+    total = t.r + ops.linear(t.x, t.w, t.b)
+    x = ops.rms_norm(total, t.norm, 1e-5)
+    weights, ids = ops.route(ops.linear(x, t.router), None, _TOP_K)
+    h = ops.silu_mul(ops.expert_linear(x, t.gate_up, ids))
+    total = total + ops.combine_experts(ops.expert_linear(h, t.down, ids), weights)
+    return ops.linear(ops.rms_norm(total, t.norm2, 1e-3), t.qkv, t.qkv_bias), total
 
 
 _ROWS: dict[str, Any] = {"x": ((_T, _H), _BF16), "r": ((_T, _H), _BF16)}
@@ -135,12 +115,12 @@ _KV_SCALE: Any = ((2, _KV_HEADS), torch.float32)
 
 def _quantized(names: dict[str, Any]) -> dict[str, Any]:
     """Turn the matrices into FP8, each followed by its scales, one for each row."""
-    found: dict[str, Any] = {}
+    quantized: dict[str, Any] = {}
     for name, (shape, dtype) in names.items():
-        found[name] = (shape, _FP8 if len(shape) == 2 else dtype)
+        quantized[name] = (shape, _FP8 if len(shape) == 2 else dtype)
         if len(shape) == 2:
-            found["s" if name == "w" else f"{name}_s"] = ((shape[0], 1), torch.float32)
-    return found
+            quantized[f"{name}_s"] = ((shape[0], 1), torch.float32)
+    return quantized
 
 
 def _without(names: dict[str, Any], *left_out: str) -> dict[str, Any]:
@@ -195,12 +175,12 @@ PROBES = {
 
 
 class _Model(nn.Module):
-    def __init__(self, compute: Callable[..., Any]) -> None:
+    def __init__(self, probe: Probe) -> None:
         super().__init__()
-        self._compute = compute
+        self._compute, self._named = probe.compute, namedtuple("_Named", probe.inputs)
 
-    def forward(self, *args: Tensor) -> Any:
-        return self._compute(*args)
+    def forward(self, *tensors: Tensor) -> Any:
+        return self._compute(self._named(*tensors))
 
 
 def run_probe(probe: Probe, passes: tuple[str, ...]) -> list[PassReport]:
@@ -216,7 +196,7 @@ def graph_of(probe: Probe) -> fx.GraphModule:
     """The graph of a probe, before any pass."""
     inputs = {name: torch.empty(shape, dtype=d) for name, (shape, d) in probe.inputs.items()}
     dynamic = {name: {0: "num_tokens"} for name in probe.tokens}
-    return trace(_Model(probe.compute), tuple(inputs.values()), inputs, dynamic).gm
+    return trace(_Model(probe), tuple(inputs.values()), inputs, dynamic).gm
 
 
 @cache

@@ -119,8 +119,8 @@ def _check_ranges(options: EngineOptions) -> None:
         (o.compile_cache_limit_gb > 0, "compile_cache_limit_gb", "a number of more than 0"),
     ]
     for least, expected, names in _LEAST:
-        given = [(name, getattr(o, name)) for name in names]
-        checks += [(value is None or value >= least, name, expected) for name, value in given]
+        values = [(name, getattr(o, name)) for name in names]
+        checks += [(value is None or value >= least, name, expected) for name, value in values]
     for ok, name, expected in checks:
         if not ok:
             raise UserError(f"{name}={getattr(o, name)!r}: expected {expected}")
@@ -176,24 +176,24 @@ def _check_batch_invariant(options: EngineOptions) -> None:
             f"batch_invariant: kernels of -O{number} may add in another order at another batch "
             f"size; use -O{BATCH_INVARIANT_LEVEL}"
         )
-    given = [f"attention_backend={options.attention_backend}"]
-    given = given if options.attention_backend != "auto" else []
-    given += [f"kernels={','.join(options.kernels)}"] if options.kernels else []
-    given += [f"passes={name}" for name in LINEAR_FUSIONS if name in (options.passes or ())]
-    if given:
+    choices = [f"attention_backend={options.attention_backend}"]
+    choices = choices if options.attention_backend != "auto" else []
+    choices += [f"kernels={','.join(options.kernels)}"] if options.kernels else []
+    choices += [f"passes={name}" for name in LINEAR_FUSIONS if name in (options.passes or ())]
+    if choices:
         raise UserError(
-            f"batch_invariant has implementations of its own, which {given[0]} contradicts: drop "
+            f"batch_invariant has implementations of its own, which {choices[0]} contradicts: drop "
             "one of them"
         )
 
 
 def _check_store(options: EngineOptions, level: Level) -> None:
     names = ("require_cache", "compile_cache_dir", "trusted_keys")
-    given = [name for name in names if getattr(options, name)]
-    if given and not options.compile_cache:
-        raise UserError(f"{given[0]} contradicts no_cache: give one of them")
-    if given and not level.trace:
-        raise UserError(f"{given[0]}: -O0 compiles nothing; use -O1 or higher")
+    asked = [name for name in names if getattr(options, name)]
+    if asked and not options.compile_cache:
+        raise UserError(f"{asked[0]} contradicts no_cache: give one of them")
+    if asked and not level.trace:
+        raise UserError(f"{asked[0]}: -O0 compiles nothing; use -O1 or higher")
 
 
 def _check_capture(options: EngineOptions, level: Level) -> None:

@@ -87,14 +87,14 @@ def find(name: str, sm: int, dtype: str, path: Path = GATES) -> Measured | None:
 
 def why_off(name: str, sm: int, dtype: str, path: Path = GATES) -> str:
     """Why a level leaves a pass out, or an empty string."""
-    found = find(name, sm, dtype, path)
-    return verdict(found) if found else ""
+    measured = find(name, sm, dtype, path)
+    return verdict(measured) if measured else ""
 
 
-def verdict(found: Measured) -> str:
+def verdict(measured: Measured) -> str:
     """Why a pass with these figures is off, or an empty string: it loses somewhere by more than the
     noise."""
-    return f"it loses: {found}" if found.losses else ""
+    return f"it loses: {measured}" if measured.losses else ""
 
 
 def update(new: Iterable[Measured], path: Path = GATES) -> None:

@@ -28,7 +28,7 @@ _FIXED: dict[str, tuple[Any, str]] = {
 _DTYPES = {"half": "float16", "float": "float32"}
 
 
-def engine_options(model: str, given: dict[str, Any]) -> EngineOptions:
+def engine_options(model: str, keywords: dict[str, Any]) -> EngineOptions:
     """The options of ``LLM(model, **given)``.
 
     Raises:
@@ -36,7 +36,7 @@ def engine_options(model: str, given: dict[str, Any]) -> EngineOptions:
     """
     known = [f.name for f in fields(EngineOptions)]
     options: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in keywords.items():
         if name in _FIXED:
             _check_fixed(name, value)
         elif name in known:

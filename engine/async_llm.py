@@ -106,7 +106,6 @@ class AsyncLLM(EngineWrapper):
     """The name under which vLLM has ``close``."""
 
     def _channel(self) -> _Channel:
-        """The channel to the event loop that runs."""
         loop = asyncio.get_running_loop()
         channel = self._channels.get(loop)
         if channel is None:
@@ -136,7 +135,6 @@ class _Stepper:
             self.driver.take_in()  # nobody else would: the engine refuses it
 
     def stop(self) -> None:
-        """End the thread after the step that runs."""
         self.closing = True
         self._inbox.ring()
         if self._thread is not current_thread():

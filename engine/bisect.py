@@ -152,8 +152,8 @@ def inputs(
     per_sequence = max(PROMPTS) // size + 1
     shape = (len(spec.cache_groups), len(PROMPTS), per_sequence)
     blocks = torch.randperm(math.prod(shape), generator=gen)
-    made = allocate_kv_caches(spec.cache_groups, len(blocks), size, device)
-    caches = {kv_cache_name(i): cache for i, cache in enumerate(made)}
+    tensors = allocate_kv_caches(spec.cache_groups, len(blocks), size, device)
+    caches = {kv_cache_name(i): cache for i, cache in enumerate(tensors)}
 
     def step(spans: Iterable[tuple[int, int]]) -> dict[str, Tensor]:
         positions = [torch.arange(first, last) for first, last in spans]

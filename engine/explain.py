@@ -68,13 +68,13 @@ def explain_model(
         target_sm: compute capability to explain for; that of the GPU here if None.
         num_seqs: sequences of the step.
         context: KV positions of each.
-        stage: of a pipeline, the one whose program is explained.
+        stage: the pipeline stage whose program is explained.
 
     Raises:
         UserError: the options compile nothing, or there is no such stage.
     """
     from ..compiler.build import lower_model
-    from ..compiler.inspect.explain import explain
+    from ..compiler.inspect.explain import DecodeStep, explain
     from ..compiler.inspect.sites import Where, expected_sites
     from ..compiler.lowering.tune import Tuner
     from ..compiler.timer import Timer
@@ -119,9 +119,7 @@ def explain_model(
         before.traced,
         where,
         sites,
-        num_seqs=num_seqs,
-        context=context,
-        world_size=spec.tensor_parallel_size,
+        DecodeStep(num_seqs, context, spec.tensor_parallel_size),
         notes=notes,
         stages=_stages(whole, num_seqs),
     )

@@ -55,4 +55,4 @@ def recompile(engine: Engine, passes: Sequence[str], progress: Progress) -> Reco
     runner = engine.core.runner
     assert isinstance(runner, ModelRunner)
     graphs = make_graphs(program, engine.buffers, dispatcher, config)
-    return Recompiled(runner.with_program(program, graphs, dispatcher), compiled)
+    return Recompiled(runner.with_graphs(graphs), compiled)

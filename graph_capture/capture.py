@@ -68,7 +68,7 @@ class Graphs:
         backend: GraphBackend | None,
         outside_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._program, self._buffers = program, buffers
+        self.program, self.buffers, self.dispatcher = program, buffers, dispatcher
         self._backend, self._outside_bytes = backend, outside_bytes
         self._full: dict[GraphSize, _FullGraph] = {}
         self._piecewise: dict[int, _PiecewiseGraph] = {}
@@ -92,15 +92,14 @@ class Graphs:
         graphs = 0
         for size in self._sizes:
             if size.kind is GraphKind.FULL:
-                graphs += _BYTES_A_GRAPH + _BYTES_A_STEP * len(self._program.steps)
+                graphs += _BYTES_A_GRAPH + _BYTES_A_STEP * len(self.program.steps)
             else:
-                runs = [per_token for per_token, _ in _runs(self._program.steps)]
+                runs = [per_token for per_token, _ in _runs(self.program.steps)]
                 graphs += _BYTES_A_GRAPH * sum(runs)
         return self.pool_bytes + graphs
 
     @property
     def num_pending(self) -> int:
-        """Number of graphs that are not captured yet."""
         return len(self._pending)
 
     @property
@@ -140,7 +139,7 @@ class Graphs:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            device = self._buffers.device
+            device = self.buffers.device
             name = f"{size.kind} graph of {size.num_tokens} tokens"
             raise CaptureMemoryError(name, device) from error
         self._pending.pop(size, None)  # at the end, so that a failed one is tried again when needed
@@ -151,9 +150,9 @@ class Graphs:
         their workspaces outside of capture.  A piecewise graph has per-token steps only, which have
         already run if there is a graph of as many tokens."""
         assert self._backend is not None
-        num_seqs = size.num_seqs or min(size.num_tokens, self._buffers.max_seqs)
-        inputs = self._buffers.dummy(num_tokens=size.num_tokens, num_seqs=num_seqs)
-        program = self._program
+        num_seqs = size.num_seqs or min(size.num_tokens, self.buffers.max_seqs)
+        inputs = self.buffers.dummy(num_tokens=size.num_tokens, num_seqs=num_seqs)
+        program = self.program
         if size.kind is GraphKind.FULL or size.num_tokens not in self._warm:
             _warm_up(program, inputs)
             self._warm.add(size.num_tokens)
@@ -178,7 +177,7 @@ class Graphs:
         """Replay the captured parts, and run the steps between them on this step's ``inputs``."""
         graph = self._piecewise[num_tokens]
         env = graph.env
-        self._program.rebind(env, inputs)
+        self.program.rebind(env, inputs)
         computed: list[int] = []
         for part in graph.parts:
             if callable(part):
@@ -187,7 +186,7 @@ class Graphs:
             for slot, value in zip(part.outputs, part.call(env), strict=True):
                 env[slot] = value
             computed.extend(part.outputs)
-        output: Tensor = env[self._program.output]
+        output: Tensor = env[self.program.output]
         # Steps between the graphs allocated these outputs, which must not live until the next
         # replay of this size.
         for slot in computed:
@@ -268,7 +267,6 @@ def _capture_run(
 
 
 def _runs(steps: Sequence[CapturableStep]) -> Iterator[tuple[bool, list[CapturableStep]]]:
-    """Consecutive steps of the same kind."""
     run: list[CapturableStep] = []
     for step in steps:
         if run and run[-1].per_token != step.per_token:

@@ -53,25 +53,17 @@ class Outside:
 class Dispatcher:
     """Chooses graphs by batch shape; ``counters[step kind, graph kind]`` counts the choices.
 
-    FULL graphs of uniform decode have ``decode_query_len`` tokens a sequence: one, or more where
-    tokens are drafted.  FULL graphs of mixed steps (mode FULL) have a fixed number of sequences;
-    those that a step does not need are empty.  This number never equals the number of tokens, which
-    attention would take for uniform decode.  In mode FULL_AND_PIECEWISE a prompt by itself has FULL
-    graphs too, of up to ``_MOST_PROMPT_TOKENS`` tokens: a piecewise graph would leave the device
-    idle twice a layer, before and after attention.
+    FULL graphs of decodes have a token a sequence. FULL graphs of mixed steps (mode FULL) have a
+    fixed number of sequences; those that a step does not need are empty. This number never equals
+    the number of tokens, which attention would take for decodes. In mode FULL_AND_PIECEWISE a
+    prompt by itself has FULL graphs too, of up to ``_MOST_PROMPT_TOKENS`` tokens: a piecewise graph
+    would leave the device idle twice a layer, before and after attention.
 
     A step beyond the captured sizes runs without a graph; ``outside`` counts such steps by kind,
     and the first of a kind is logged.
     """
 
-    def __init__(
-        self,
-        mode: CudagraphMode,
-        sizes: tuple[int, ...],
-        max_num_seqs: int,
-        decode_query_len: int = 1,
-    ) -> None:
-        self._query_len = decode_query_len
+    def __init__(self, mode: CudagraphMode, sizes: tuple[int, ...], max_num_seqs: int) -> None:
         self._decode_sizes: tuple[int, ...] = ()
         self._mixed_sizes: tuple[int, ...] = ()
         self._prompt_sizes: tuple[int, ...] = ()
@@ -90,7 +82,7 @@ class Dispatcher:
     @property
     def full_sizes(self) -> list[tuple[int, int]]:
         """(tokens, sequences) of every FULL graph but those of ``prompt_sizes``."""
-        decode = [(size * self._query_len, size) for size in self._decode_sizes]
+        decode = [(size, size) for size in self._decode_sizes]
         return decode + [(size, self._mixed_seqs(size)) for size in self._mixed_sizes]
 
     @property
@@ -100,7 +92,6 @@ class Dispatcher:
 
     @property
     def num_graphs(self) -> int:
-        """Number of graphs to capture; a piecewise one counts once."""
         return len(self.full_sizes) + len(self.prompt_sizes) + len(self.piecewise_sizes)
 
     @property
@@ -114,13 +105,12 @@ class Dispatcher:
         Args:
             query_len: number of tokens of every sequence, if it is the same; else 0.
         """
-        decode = query_len == self._query_len
+        decode = query_len == 1
         kind, step = GraphKind.NONE, "decode" if decode else "mixed"
         single = num_seqs == 1 and not decode
         uniform = 0
         if decode and (size := _round_up(num_seqs, self._decode_sizes)):
-            kind, num_tokens, num_seqs = GraphKind.FULL, size * query_len, size
-            uniform = query_len
+            kind, num_tokens, num_seqs, uniform = GraphKind.FULL, size, size, 1
         elif single and (size := _round_up(num_tokens, self._prompt_sizes)):
             kind, num_tokens = GraphKind.FULL, size
         elif size := _round_up(num_tokens, self._mixed_sizes):
@@ -153,7 +143,6 @@ class Dispatcher:
         entry.most_tokens = max(entry.most_tokens, num_tokens)
 
     def report_outside(self) -> dict[str, dict[str, int]]:
-        """``outside`` as plain data."""
         return {step: asdict(entry) for step, entry in self.outside.items()}
 
     def _mixed_seqs(self, num_tokens: int) -> int:

@@ -1,4 +1,5 @@
-"""The command line, the HTTP server (``http/``), and how they print what the engine reports.
+"""The command line, the HTTP server, and how they print what the engine reports.
 
-``cli`` is the list of commands, a file each; nothing here imports torch before a command runs.
+``cli`` is the list of commands, a file each in ``commands/`` and ``measure/``; nothing here imports
+torch before a command runs.
 """

@@ -15,25 +15,43 @@ import typer.main
 
 from .. import __version__
 from ..config import EngineDeadError, UserError, collect_rarely, leave_garbage_at_exit
-from .failure import flush, leave_dead_engine, open_missing_streams, report
-from .help import Command, LazyGroup, UsageError
-from .signals import unwinding_on_sigterm
+from .console.failure import flush, leave_dead_engine, open_missing_streams, report
+from .console.help import Command, LazyGroup, UsageError
+from .console.signals import unwinding_on_sigterm
 
 
 class _Commands(LazyGroup):
     table: ClassVar[Mapping[str, Command]] = {
-        "run": Command("run", "run", "Generate text for prompts."),
-        "serve": Command("server", "serve", "Serve OpenAI's API over HTTP."),
-        "demo": Command("demo", "demo", "Solve problems with the bundled model; show what ran."),
-        "eval": Command("evaluate", "evaluate", "Exact-match accuracy on problems never seen."),
-        "compile": Command("compile", "compile", "Compile ahead of time and keep the artifact."),
-        "explain": Command("explain", "explain", "What compilation does with a model, and why."),
-        "bisect": Command("bisect", "bisect", "Find the pass and site that moves the outputs."),
-        "profile": Command("profile", "profile", "Kernels and a time line of steady steps."),
-        "bench": Command("bench", "app", "Measure latency, throughput, start-up, passes, kernels."),
-        "tune": Command("tune", "app", "Find the best settings of a server, or of kernels."),
-        "cache": Command("cache", "app", "List, check, compare, carry, prune and sign artifacts."),
-        "env": Command("env", "env", "Print what a bug report needs."),
+        "run": Command("commands.run", "run", "Generate text for prompts."),
+        "serve": Command("commands.serve", "serve", "Serve OpenAI's API over HTTP."),
+        "demo": Command(
+            "commands.demo", "demo", "Solve problems with the bundled model; show what ran."
+        ),
+        "eval": Command(
+            "commands.evaluate", "evaluate", "Exact-match accuracy on problems never seen."
+        ),
+        "compile": Command(
+            "commands.compile", "compile", "Compile ahead of time and keep the artifact."
+        ),
+        "explain": Command(
+            "commands.explain", "explain", "What compilation does with a model, and why."
+        ),
+        "bisect": Command(
+            "commands.bisect", "bisect", "Find the pass and site that moves the outputs."
+        ),
+        "profile": Command(
+            "measure.profile", "profile", "Kernels and a time line of steady steps."
+        ),
+        "bench": Command(
+            "measure.bench", "app", "Measure latency, throughput, start-up, passes, kernels."
+        ),
+        "tune": Command(
+            "measure.tune", "app", "Find the best settings of a server, or of kernels."
+        ),
+        "cache": Command(
+            "commands.cache", "app", "List, check, compare, carry, prune and sign artifacts."
+        ),
+        "env": Command("commands.env", "env", "Print what a bug report needs."),
     }
     answers: ClassVar[Mapping[str, tuple[str, str]]] = {
         "--version": ("Print the version.", f"fusewright {__version__}")

@@ -18,8 +18,8 @@ MAY_IMPORT["serve"] = {*MAY_IMPORT}
 CHECKOUT_ONLY = ("benchmarks",)
 """Folders that may import the whole package and are in no wheel: nothing in it imports them."""
 
-# Folder -> room in it -> the rooms of that folder it may import. "" are the modules beside the
-# rooms, which call them in turn: `compile()` and `build()`.
+# Folder, or room that has rooms itself -> room in it -> the rooms of that folder it may import. ""
+# are the modules beside the rooms, which call them in turn: `compile()` and `build()`.
 ROOMS: dict[str, dict[str, set[str]]] = {
     "compiler": {  # in the order of its line
         "capture": set(),
@@ -46,6 +46,20 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         # The list of all ops, and what runs the cases of one.
         "": {"core", "collective", "norm", "linear", "experts", "chain", "attention", "sampling"},
         "oracles": {"core", "norm", "chain", ""},
+    },
+    "serve": {
+        "console": set(),
+        "http": set(),
+        "measure": {"console"},
+        "commands": {"console", "http"},
+        "": {"console"},  # the command line: it imports a command when it is asked for
+    },
+    "serve/http": {  # in the order in which a request meets them
+        "intake": set(),
+        "jobs": {"intake"},
+        "calls": set(),
+        "endpoints": {"intake", "jobs", "calls"},
+        "": {"intake", "jobs", "calls", "endpoints"},
     },
     "engine": {
         "messages": set(),

@@ -21,7 +21,7 @@ import pytest
 import typer.main
 
 from fusewright.serve.cli import app
-from fusewright.serve.explain import levels_table
+from fusewright.serve.commands.explain import levels_table
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

@@ -9,14 +9,12 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
-from pytest_benchmark.fixture import BenchmarkFixture
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...ops.attention.paged_attention import context_symbols
-from .harness import MODELS, KernelWork, Model, cases, measure, randn
+from .harness import MODELS, KernelWork, Model, benchmark_of, randn
 
 BLOCK_SIZE = 16
 BATCHES = (1, 8, 64, 256)
@@ -94,6 +92,4 @@ def work(model: Model, kind: str, kv: str, num_seqs: int, queries: int, context:
     )
 
 
-@pytest.mark.parametrize(("work", "contender"), cases(works()))
-def test_attention(benchmark: BenchmarkFixture, work: KernelWork, contender: str) -> None:
-    measure(benchmark, work, contender)
+test_attention = benchmark_of(works())

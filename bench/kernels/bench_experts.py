@@ -12,15 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
-from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
 from ...ops import BY_NAME
 from ...ops.core.float8 import E4M3
 from ...ops.launches.quant import GROUP
-from .harness import TOKENS, KernelWork, cases, measure, randn
+from .harness import TOKENS, KernelWork, benchmark_of, randn
 
 
 @dataclass(frozen=True)
@@ -99,14 +97,12 @@ def works() -> Iterator[KernelWork]:
         for tokens in MANY_TOKENS:
             for skewed, fp8, kind in KINDS:
                 label = f"{mixture.name}, {tokens} tokens, {kind}"
-                made = partial(make, mixture, skewed, fp8, tokens)
-                yield KernelWork("fused_moe", label, made, {}, {"triton": TRITON})
+                make_args = partial(make, mixture, skewed, fp8, tokens)
+                yield KernelWork("fused_moe", label, make_args, {}, {"triton": TRITON})
             label = f"{mixture.name} gate_up, {tokens} tokens"
             rivals = {"grouped_mm": grouped_mm}
             layer = partial(make_layer, mixture, tokens)
             yield KernelWork("expert_linear", label, layer, {}, rivals)
 
 
-@pytest.mark.parametrize(("work", "contender"), cases(works()))
-def test_experts(benchmark: BenchmarkFixture, work: KernelWork, contender: str) -> None:
-    measure(benchmark, work, contender)
+test_experts = benchmark_of(works())

@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
-from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
-from .fusion import InductorFusion
-from .harness import MODELS, TOKENS, KernelWork, Model, cases, measure, randn
+from .fusion import against_inductor
+from .harness import MODELS, TOKENS, KernelWork, Model, benchmark_of, randn
 
 ROWS = [rows for rows in TOKENS if rows <= 256]
 DENSE = [model for model in MODELS if model.intermediate > model.hidden]
@@ -56,13 +54,10 @@ KINDS = (
 def works() -> Iterator[KernelWork]:
     for op, name, make, models, counted in KINDS:
         for model in models:
-            made = partial(make, model)
+            make_rows = partial(make, model)
             for rows in ROWS:
-                rival = InductorFusion(op, f"{model.name} {name}", rows, made, counted)
-                label = f"{model.name} {name}, {rows} rows"
-                yield KernelWork(op, label, partial(made, rows), {}, {"inductor": rival})
+                shape = f"{model.name} {name}"
+                yield against_inductor(op, f"{shape}, {rows} rows", make_rows, shape, rows, counted)
 
 
-@pytest.mark.parametrize(("work", "contender"), cases(works()))
-def test_joined(benchmark: BenchmarkFixture, work: KernelWork, contender: str) -> None:
-    measure(benchmark, work, contender)
+test_joined = benchmark_of(works())

@@ -6,25 +6,23 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
-from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
 from ...ops import BY_NAME
 from ...ops.launches.quant import GROUP
-from .harness import MODELS, TOKENS, KernelWork, Model, cases, measure, randn
+from .harness import MODELS, TOKENS, KernelWork, Model, benchmark_of, randn
 
 LIBRARY = {"": "native", "FP8": "scaled_mm"}
 
 
 def linears(model: Model) -> dict[str, tuple[int, int]]:
     """(out_features, in_features) by name; of a MoE the parts that every token passes."""
-    found = {"qkv": (model.qkv, model.hidden), "o": (model.hidden, model.heads * model.head_dim)}
+    shapes = {"qkv": (model.qkv, model.hidden), "o": (model.hidden, model.heads * model.head_dim)}
     if model.intermediate > model.hidden:
-        found["gate_up"] = (2 * model.intermediate, model.hidden)
-        found["down"] = (model.hidden, model.intermediate)
-    return found
+        shapes["gate_up"] = (2 * model.intermediate, model.hidden)
+        shapes["down"] = (model.hidden, model.intermediate)
+    return shapes
 
 
 def distinct() -> dict[tuple[int, int], str]:
@@ -62,10 +60,8 @@ def works() -> Iterator[KernelWork]:
             label = f"{name}, {rows} rows"
             yield KernelWork("linear", label, partial(make, rows, n, k), {}, cublas[""])
             for scheme in ("static", "token", "block"):
-                made = partial(make_fp8, scheme, rows, n, k)
-                yield KernelWork("linear", f"{label}, FP8 {scheme}", made, {}, cublas["FP8"])
+                make_args = partial(make_fp8, scheme, rows, n, k)
+                yield KernelWork("linear", f"{label}, FP8 {scheme}", make_args, {}, cublas["FP8"])
 
 
-@pytest.mark.parametrize(("work", "contender"), cases(works()))
-def test_linear(benchmark: BenchmarkFixture, work: KernelWork, contender: str) -> None:
-    measure(benchmark, work, contender)
+test_linear = benchmark_of(works())

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
-from pytest_benchmark.fixture import BenchmarkFixture
 
-from .fusion import InductorFusion
-from .harness import MODELS, TOKENS, KernelWork, Model, cases, measure, randn
+from .fusion import against_inductor
+from .harness import MODELS, TOKENS, KernelWork, Model, benchmark_of, randn
 
 BLOCK_SIZE, POSITIONS = 16, 8192
 BLOCKS = -(-max(TOKENS) // BLOCK_SIZE)
@@ -35,14 +33,11 @@ def make(model: Model, rows: int, device: torch.device) -> tuple[Any, ...]:
 
 def works() -> Iterator[KernelWork]:
     for model in MODELS:
-        made = partial(make, model)
+        make_rows = partial(make, model)
         for rows in TOKENS:
             # Positions, q, k, v and slots have a row a token.
-            rival = InductorFusion("rope_kv_store", model.name, rows, made, (0, 1, 2, 3, 6))
-            label = f"{model.name}, {rows} tokens"
-            yield KernelWork("rope_kv_store", label, partial(made, rows), {}, {"inductor": rival})
+            counted, label = (0, 1, 2, 3, 6), f"{model.name}, {rows} tokens"
+            yield against_inductor("rope_kv_store", label, make_rows, model.name, rows, counted)
 
 
-@pytest.mark.parametrize(("work", "contender"), cases(works()))
-def test_rope_kv_store(benchmark: BenchmarkFixture, work: KernelWork, contender: str) -> None:
-    measure(benchmark, work, contender)
+test_rope_kv_store = benchmark_of(works())

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
-from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
-from .harness import MODELS, KernelWork, cases, measure, randn
+from .harness import MODELS, KernelWork, benchmark_of, randn
 
 BATCHES = (1, 8, 64, 256)
 
@@ -60,11 +58,9 @@ def works() -> Iterator[KernelWork]:
             yield KernelWork("argmax", label, partial(logits, rows, vocab), libraries=libraries)
             for top_k, top_p in ((None, None), (50, None), (None, 0.9), (50, 0.9)):
                 how = f"top_k={top_k} top_p={top_p}" if top_k or top_p else "temperature"
-                made = partial(make_sample, rows, vocab, top_k, top_p)
+                make_args = partial(make_sample, rows, vocab, top_k, top_p)
                 rivals = {"torch": sample_by_torch}
-                yield KernelWork("sample", f"{label}, {how}", made, libraries=rivals)
+                yield KernelWork("sample", f"{label}, {how}", make_args, libraries=rivals)
 
 
-@pytest.mark.parametrize(("work", "contender"), cases(works()))
-def test_sampling(benchmark: BenchmarkFixture, work: KernelWork, contender: str) -> None:
-    measure(benchmark, work, contender)
+test_sampling = benchmark_of(works())

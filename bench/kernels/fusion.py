@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ...config import UserError
 from ...ops import BY_NAME
+from .harness import KernelWork
 
 _RANGES = ((1, 1, 1), (2, 32, 24), (33, 1 << 15, 3072))
 """Fewest and most tokens, and those that it is compiled and tuned with: no model's width.  So few
@@ -39,10 +40,10 @@ class InductorFusion:
     Args:
         op: its name.
         shape: what the op's other sizes are of.
-        tokens: of the call.
+        tokens: number of tokens of the call.
         make: arguments for so many tokens on a device.
         counted: positions of the arguments that have a row a token.
-        backend: of ``torch.compile``.
+        backend: the backend of ``torch.compile``.
     """
 
     op: str
@@ -92,15 +93,28 @@ def _function(op: str, backend: str) -> Callable[..., Any]:
     return torch.compile(reference, backend=backend, fullgraph=True)
 
 
+def against_inductor(
+    op: str,
+    label: str,
+    make: Callable[[int, torch.device], tuple[Any, ...]],
+    shape: str,
+    tokens: int,
+    counted: tuple[int, ...] = (0,),
+) -> KernelWork:
+    """A call of an op beside Inductor's fusion of its reference: see ``InductorFusion``."""
+    rival = InductorFusion(op, shape, tokens, make, counted)
+    return KernelWork(op, label, functools.partial(make, tokens), {}, {"inductor": rival})
+
+
 def find_fusions() -> dict[Key, InductorFusion]:
     """The Inductor fusions of all benchmarks in this folder, one for each compiled code."""
-    found: dict[Key, InductorFusion] = {}
+    fusions: dict[Key, InductorFusion] = {}
     for path in sorted(Path(__file__).parent.glob("bench_*.py")):
         for work in importlib.import_module(f"{__package__}.{path.stem}").works():
             for library in work.libraries.values():
                 if isinstance(library, InductorFusion):
-                    found.setdefault(library.key, library)
-    return found
+                    fusions.setdefault(library.key, library)
+    return fusions
 
 
 def precompile_fusions(fusions: Iterable[InductorFusion]) -> None:
@@ -126,6 +140,6 @@ def precompile_fusions(fusions: Iterable[InductorFusion]) -> None:
 
 def main() -> None:
     """Compile the fusions whose keys are the argument."""
-    found = find_fusions()
+    fusions = find_fusions()
     for op, shape, least in json.loads(sys.argv[1]):
-        found[op, shape, least].compile(torch.device("cuda"))
+        fusions[op, shape, least].compile(torch.device("cuda"))

@@ -89,13 +89,11 @@ class KernelWork:
         return choice.kernel  # type: ignore[no-any-return]
 
     def variants(self, sm: int) -> set[Variant]:
-        """The variants that Triton must compile for it."""
         launches = self.implementation(sm).launches
         return set() if launches is None else variants_of(launches(*self.make(META))[0])
 
 
 def this_sm() -> int:
-    """The compute capability of this machine's GPU."""
     return gpu_of(torch.device("cuda"))[1]
 
 
@@ -112,13 +110,22 @@ def cases(works: Iterable[KernelWork]) -> Iterator[Any]:
             yield pytest.param(work, name, id=f"{work.op}-{work.label}-{name}", marks=mark)
 
 
+def benchmark_of(works: Iterable[KernelWork]) -> Callable[..., None]:
+    """The test that measures every contender of these."""
+
+    @pytest.mark.parametrize(("work", "contender"), cases(works))
+    def test(benchmark: BenchmarkFixture, work: KernelWork, contender: str) -> None:
+        measure(benchmark, work, contender)
+
+    return test
+
+
 QUANTS = {"": "", "static": "static", "token": "dynamic", "group": "dynamic"}
 """Schemes, and the axis "quantization" of an op that uses them: none, by a static scale, by one a
 token, by one for each 128 columns of a token."""
 
 
 def quant_argument(scheme: str, device: torch.device) -> tuple[Any, ...]:
-    """The last argument of an op with one of ``QUANTS``."""
     if not scheme:
         return ()
     dynamic = {"token": 0, "group": GROUP}

@@ -13,17 +13,7 @@ from ...config import UserError
 from ..environment import environment
 from .figures import Figure, load, save
 
-_FAMILIES = (
-    "norm",
-    "activation",
-    "quantize",
-    "linear",
-    "joined",
-    "experts",
-    "attention",
-    "rope_kv_store",
-    "sampling",
-)
+_FAMILIES = ("rows", "linear", "joined", "experts", "attention", "rope_kv_store", "sampling")
 _NONE_SELECTED = 5
 """Exit code of pytest when no test was selected."""
 

@@ -41,16 +41,16 @@ def search(options: argparse.Namespace, known: Sequence[Algorithm]) -> tuple[lis
         for n, k in shapes
         if operands == "bfloat16" or n <= _FP8_MOST_FEATURES
     ]
-    found = fill(
+    filled = fill(
         weights,
         (),
         LibraryMeasure(weights, known, print),
         seconds=options.seconds,
         rows=options.rows,
     )
-    for skipped in found.skipped:
+    for skipped in filled.skipped:
         print(f"no time left: {skipped}")
-    kept, new = [a for a in known if a.weight not in weights], algorithms_of(found)
+    kept, new = [a for a in known if a.weight not in weights], algorithms_of(filled)
     return [*kept, *new], len(new)
 
 

@@ -131,51 +131,51 @@ def read(source: Path) -> list[Packed]:
         raise Refusal(where, f"cannot be read: {error.strerror}", remedy) from error
 
 
-def _checked(found: _Found, source: Path) -> list[Packed]:
-    if not found:
+def _checked(folders: _Found, source: Path) -> list[Packed]:
+    if not folders:
         raise Refusal(source, "holds no artifact", _REMEDY)
-    entries = [entry for files in found.values() for entry in files.values()]
+    entries = [entry for files in folders.values() for entry in files.values()]
     if (num_bytes := sum(entry.num_bytes for entry in entries)) > _MAX_ARCHIVE_BYTES:
         raise Refusal(
             source,
             f"holds {num_bytes} bytes, expected at most {_MAX_ARCHIVE_BYTES}",
             "import the artifacts one by one",
         )
-    for digest, files in found.items():
+    for digest, files in folders.items():
         try:
             check_names(sorted(files.keys() - {MANIFEST, SIGNATURE}))
         except ValueError as error:
             raise Refusal(source / ARTIFACTS / digest, str(error), _REMEDY) from error
-    return [Packed.checked(source / ARTIFACTS / digest, files) for digest, files in found.items()]
+    return [Packed.checked(source / ARTIFACTS / digest, files) for digest, files in folders.items()]
 
 
 def _folder_entries(source: Path) -> _Found:
-    found: _Found = {}
+    folders: _Found = {}
     for folder in sorted((source / ARTIFACTS).iterdir()):
         if not DIGEST.fullmatch(folder.name):
             continue
         if not stat.S_ISDIR(folder.lstat().st_mode):
             raise Refusal(folder, "is a link or file, expected a folder", _REMEDY)
-        files = found.setdefault(folder.name, {})
+        files = folders.setdefault(folder.name, {})
         for name, info in disk.walk(folder):
             if stat.S_ISREG(info.st_mode):
                 read = partial(disk.read_file, folder / name, info.st_size)
                 files[name] = Entry(info.st_size, read)
             elif not stat.S_ISDIR(info.st_mode):
                 raise Refusal(folder / name, "is a link or device, expected a file", _REMEDY)
-    return found
+    return folders
 
 
 def _tar_entries(file: BinaryIO, source: Path) -> _Found:
     """The files of a tar file.  Only what ``export()`` and a plain ``tar -c`` write is read: files,
     folders and long names; ``tarfile`` itself also obeys links, sparse files and nested headers."""
-    found: _Found = {}
+    folders: _Found = {}
     file_bytes = os.fstat(file.fileno()).st_size
     offset, long_name = 0, None
     for _ in range(_MAX_MEMBERS):
         file.seek(offset)
         if (block := file.read(tarfile.BLOCKSIZE)) == bytes(tarfile.BLOCKSIZE):
-            return found
+            return folders
         try:
             info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
         except tarfile.HeaderError as error:
@@ -190,7 +190,7 @@ def _tar_entries(file: BinaryIO, source: Path) -> _Found:
         read = partial(_read_at, file, start, info.size, source)
         long_name = None
         if info.type != tarfile.GNUTYPE_LONGNAME:
-            _add_member(found, name, info, read, source)
+            _add_member(folders, name, info, read, source)
         elif info.size > _MAX_LONG_NAME_BYTES:
             raise Refusal(source, f"has a member whose name has {info.size} bytes", _REMEDY)
         else:
@@ -199,7 +199,7 @@ def _tar_entries(file: BinaryIO, source: Path) -> _Found:
 
 
 def _add_member(
-    found: _Found, name: str, info: tarfile.TarInfo, read: Callable[[], bytes], source: Path
+    folders: _Found, name: str, info: tarfile.TarInfo, read: Callable[[], bytes], source: Path
 ) -> None:
     path = PurePosixPath(name)
     reason = None
@@ -211,7 +211,7 @@ def _add_member(
         reason = "is a link or device, a sparse file or an extended header, expected a file"
     elif (match := _MEMBER.fullmatch(name)) is None:
         reason = f"expected {ARTIFACTS}/<key>/<file>"
-    elif match[2] in (files := found.setdefault(match[1], {})):
+    elif match[2] in (files := folders.setdefault(match[1], {})):
         reason = "is there twice"
     else:
         files[match[2]] = Entry(info.size, read)

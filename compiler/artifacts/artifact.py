@@ -35,13 +35,7 @@ _MAX_REASON_CHARACTERS = 300
 # Printable ASCII without the backslash; no hidden files, which includes "." and "..".
 _NAME_PART = re.compile(r"(?!\.)[!-\[\]-~]{1,200}")
 REMEDY = "delete the artifact, so that it is compiled anew, or import it again"
-_REPORT_TYPES = {
-    "passes": list,
-    "choices": dict,
-    "pieces": dict,
-    "tuned_us": dict,
-    "seconds": dict,
-}
+_REPORT_TYPES = {"passes": list, "choices": dict, "pieces": dict, "tuned_us": dict, "seconds": dict}
 _TYPES = {
     "created": str,
     "factors": dict,
@@ -175,11 +169,7 @@ class Manifest:
         return manifest
 
     def _check(self) -> None:
-        """Refuse what a store, a terminal or a reader of the report could stumble over.
-
-        Raises:
-            ValueError: with the reason.
-        """
+        """Refuse what a store, a terminal or a reader of the report could stumble over."""
         check_names(self.files)
         if (num_bytes := sum(file.num_bytes for file in self.files.values())) > MAX_ARTIFACT_BYTES:
             raise ValueError(f"lists {num_bytes} bytes, expected at most {MAX_ARTIFACT_BYTES}")
@@ -297,8 +287,8 @@ class Artifact:
             raise Refusal(path, f"cannot be read: {error.strerror}") from error
         if len(data) != expected.num_bytes:
             raise Refusal(path, f"has {len(data)} bytes, expected {expected.num_bytes}")
-        if (found := FileDigest.of(data)) != expected:
-            reason = f"has SHA-256 {found.sha256[:12]}…, expected {expected.sha256[:12]}…"
+        if (digest := FileDigest.of(data)) != expected:
+            reason = f"has SHA-256 {digest.sha256[:12]}…, expected {expected.sha256[:12]}…"
             raise Refusal(path, reason)
         return data
 

@@ -51,12 +51,12 @@ def walk(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
         if prefix.count("/") > MAX_DEPTH:
             raise OSError(errno.ELOOP, f"folders nested more than {MAX_DEPTH} deep", str(folder))
         with os.scandir(folder / prefix) as entries:
-            found = sorted(islice(entries, left + 1), key=lambda entry: entry.name)
-        left -= len(found)
+            children = sorted(islice(entries, left + 1), key=lambda entry: entry.name)
+        left -= len(children)
         if left < 0:
             raise OSError(errno.E2BIG, f"more than {2 * MAX_FILES} files and folders", str(folder))
         folders = []
-        for entry in found:
+        for entry in children:
             info = entry.stat(follow_symlinks=False)
             yield prefix + entry.name, info
             if stat.S_ISDIR(info.st_mode):

@@ -26,6 +26,29 @@ class Key:
 
 
 @dataclass(frozen=True)
+class Wanted:
+    """The artifact that a start looks for, or builds.
+
+    Attributes:
+        key: names everything that the compiled code depends on.
+        as_good: keys of other artifacts that serve as well, if the store has them.
+        label: what the artifact is, for people.
+        device: "cpu" or "cuda".
+        sm: compute capability of the target GPU, such as 90; 0 for none.
+    """
+
+    key: Key
+    as_good: Sequence[Key] = ()
+    label: str = ""
+    device: str = "cpu"
+    sm: int = 0
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        return (self.key, *self.as_good)
+
+
+@dataclass(frozen=True)
 class Difference:
     """One factor in which two keys differ; None where a key lacks it."""
 

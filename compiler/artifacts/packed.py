@@ -48,7 +48,6 @@ class Packed:
 
     @property
     def contents(self) -> dict[str, bytes]:
-        """Every file by name, manifest and signature among them."""
         signature = {} if self.signature is None else {SIGNATURE: self.signature}
         return {MANIFEST: self.manifest.encode(), **signature, **self.files}
 
@@ -78,8 +77,8 @@ class Packed:
         if path.name != manifest.key:
             raise Refusal(path, f"holds the artifact of key {manifest.key}", remedy)
         signature = take(SIGNATURE, MAX_SIGNATURE_BYTES) if SIGNATURE in entries else None
-        found = entries.keys() - {MANIFEST, SIGNATURE}
-        for name in sorted(found ^ manifest.files.keys()):
+        names = entries.keys() - {MANIFEST, SIGNATURE}
+        for name in sorted(names ^ manifest.files.keys()):
             missing = "is missing" if name in manifest.files else "is not what the manifest says"
             raise Refusal(path / name, missing, remedy)
         files: dict[str, bytes] = {}

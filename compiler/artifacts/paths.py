@@ -17,8 +17,8 @@ def baked_path() -> Path:
 def user_path() -> Path | None:
     """The user's own store: ``$FUSEWRIGHT_CACHE_DIR``, or ``fusewright`` in ``$XDG_CACHE_HOME``
     or ``~/.cache``; None for a user without a home."""
-    if given := os.environ.get("FUSEWRIGHT_CACHE_DIR"):
-        return Path(given)
+    if folder := os.environ.get("FUSEWRIGHT_CACHE_DIR"):
+        return Path(folder)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     try:
         return cache.expanduser() / "fusewright"
@@ -32,14 +32,14 @@ def default_search_paths() -> tuple[Path, ...]:
     return (baked_path(), user) if user else (baked_path(),)
 
 
-def search_paths(given: Iterable[str] = ()) -> tuple[tuple[Path, ...], Path | None]:
+def search_paths(asked: Iterable[str] = ()) -> tuple[tuple[Path, ...], Path | None]:
     """The stores to search, in order, and the one that new artifacts go to.
 
     Args:
         given: folders, or lists of folders with colons, in place of the user's store; new artifacts
             go to the first.  Commas are the command line's, for this list as for all others.
     """
-    folders = [Path(name).expanduser() for item in given for name in item.split(":") if name]
+    folders = [Path(name).expanduser() for item in asked for name in item.split(":") if name]
     if folders:
         return (baked_path(), *folders), folders[0]
     return default_search_paths(), user_path()

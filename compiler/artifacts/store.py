@@ -154,11 +154,11 @@ class Store:
         Raises:
             UserError: there is none, or more than one key.
         """
-        found = [path for root in self.search_paths for path in store_folder.folders(root)]
-        found = [path for path in found if path.name.startswith(prefix)]
-        keys = sorted({path.name for path in found})
+        paths = [path for root in self.search_paths for path in store_folder.folders(root)]
+        paths = [path for path in paths if path.name.startswith(prefix)]
+        keys = sorted({path.name for path in paths})
         refusals = []
-        for path in found if len(keys) == 1 else ():
+        for path in paths if len(keys) == 1 else ():
             try:
                 return Artifact.open(path)
             except Refusal as refusal:
@@ -253,11 +253,11 @@ class Store:
             UserError: there is no such archive.
             StoreError: the store cannot be written.
         """
-        found = archive.read(source)
-        for packed in found if self._trusted else ():
+        packages = archive.read(source)
+        for packed in packages if self._trusted else ():
             where = source / ARTIFACTS / packed.manifest.key
             signing.verify_bytes(packed.manifest, packed.signature, self._trusted, where)
-        return [self._publish(packed) for packed in found]
+        return [self._publish(packed) for packed in packages]
 
     def export(self, prefix: str, destination: Path) -> Path:
         """Copy one artifact out: see ``archive.export()``; returns the folder or tar file."""
@@ -330,14 +330,14 @@ class Store:
 
 
 def open_store(
-    given: Iterable[str] = (),
+    folders: Iterable[str] = (),
     *,
     trusted_keys: Iterable[str] = (),
     size_limit_bytes: int | None = None,
     spare: Callable[[], Path] | None = None,
 ) -> Store:
     """The store of ``--compile-cache-dir``: see ``paths.search_paths()`` and ``Store``."""
-    paths, write_to = search_paths(given)
+    paths, write_to = search_paths(folders)
     return Store(
         paths,
         write_to=write_to,

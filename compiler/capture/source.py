@@ -43,14 +43,14 @@ class Repeat:
         from ...passes.module_paths import STACK
 
         for path, *_ in (node.meta.get(STACK) or {}).values():
-            if found := re.search(rf"\b{self.module}\W+(\d+)\b", path):
-                return int(found[1])
+            if match := re.search(rf"\b{self.module}\W+(\d+)\b", path):
+                return int(match[1])
         return None
 
     def layer_of(self, module: str) -> tuple[int | None, str]:
         """Split a module's path into (layer, path in it); the layer is None outside of layers."""
-        found = re.fullmatch(rf"(?:.*\b)?{self.module}\.(\d+)(?:\.(.*))?", module)
-        return (int(found[1]), found[2] or "") if found else (None, module)
+        match = re.fullmatch(rf"(?:.*\b)?{self.module}\.(\d+)(?:\.(.*))?", module)
+        return (int(match[1]), match[2] or "") if match else (None, module)
 
     def relocate(self, node: fx.Node, layer: int) -> None:
         """Let ``node``, a copy of one of a traced layer, say that it belongs to ``layer``."""
@@ -74,8 +74,6 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Example:
-    """The inputs that a model is traced with: see ``trace()``."""
-
     args: tuple[Any, ...]
     named: Mapping[str, Tensor]
     dynamic: Mapping[str, Mapping[int, str]]

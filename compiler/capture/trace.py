@@ -112,10 +112,10 @@ def _name_inputs(
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     sizes: dict[str, GraphInput] = {}
     dims: dict[str, str] = {}
-    found: list[GraphInput | None] = []
+    graph_inputs: list[GraphInput | None] = []
     for node, example in zip(placeholders, example_inputs, strict=True):
         if not isinstance(example, Tensor):
-            found.append(None)
+            graph_inputs.append(None)
             continue
         if id(example) not in names:
             raise TraceError(f"graph input {node.name} is neither a weight nor a named step input")
@@ -125,9 +125,9 @@ def _name_inputs(
             _check_dynamic(size, f"{what} (dimension {dim} of {name})")
             sizes.setdefault(str(size), GraphInput(name, dim))
             dims.setdefault(str(size), what)
-        found.append(GraphInput(name))
+        graph_inputs.append(GraphInput(name))
     inputs: list[GraphInput] = []
-    for node, source in zip(placeholders, found, strict=True):
+    for node, source in zip(placeholders, graph_inputs, strict=True):
         if source is None:
             symbol = str(node.meta["example_value"])
             if symbol not in sizes:

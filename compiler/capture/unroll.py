@@ -32,12 +32,12 @@ def unroll(traced: Traced, repeat: Repeat) -> Traced:
         TraceError: a layer passes on something else than one value.
     """
     placeholders = traced.gm.graph.find_nodes(op="placeholder")
-    given = {
+    outer = {
         node
         for node, source in zip(placeholders, traced.inputs, strict=True)
         if source != GraphInput(repeat.carried)
     }
-    layers = _layers(traced.gm.graph, repeat, given)
+    layers = _layers(traced.gm.graph, repeat, outer)
     first, last = layers[min(layers)], layers[max(layers)]
     inside = {node for layer in layers.values() for node in layer.nodes}
     graph = fx.Graph()
@@ -92,7 +92,7 @@ def _owner(source: GraphInput, repeat: Repeat, layers: dict[int, _Layer]) -> int
     return None
 
 
-def _layers(graph: fx.Graph, repeat: Repeat, given: set[fx.Node]) -> dict[int, _Layer]:
+def _layers(graph: fx.Graph, repeat: Repeat, outer: set[fx.Node]) -> dict[int, _Layer]:
     nodes: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
         number = repeat.traced_layer(node) if node.op not in ("placeholder", "output") else None
@@ -103,12 +103,12 @@ def _layers(graph: fx.Graph, repeat: Repeat, given: set[fx.Node]) -> dict[int, _
             f"the trace has nodes of layers {sorted(nodes)} in {repeat.module!r}, expected "
             f"{sorted(set(repeat.layers))}"
         )
-    return {number: _layer(number, found, given) for number, found in nodes.items()}
+    return {number: _layer(number, members, outer) for number, members in nodes.items()}
 
 
-def _layer(number: int, nodes: list[fx.Node], given: set[fx.Node]) -> _Layer:
+def _layer(number: int, nodes: list[fx.Node], outer: set[fx.Node]) -> _Layer:
     inside = set(nodes)
-    carried_in = dict.fromkeys(_carried_in(nodes, inside | given))
+    carried_in = dict.fromkeys(_carried_in(nodes, inside | outer))
     carried_out = [n for n in nodes if any(user not in inside for user in n.users)]
     if len(carried_in) != 1 or len(carried_out) != 1:
         raise TraceError(

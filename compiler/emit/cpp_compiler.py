@@ -76,8 +76,9 @@ def _check_compiler() -> None:
     try:
         get_cpp_compiler()
     except (exc.InvalidCxxCompiler, OSError):
-        found = config.cpp.cxx
-        names = [name for name in found if name] if isinstance(found, list | tuple) else [found]
+        configured = config.cpp.cxx
+        several = configured if isinstance(configured, list | tuple) else [configured]
+        names = [name for name in several if name]
         raise MachineError(
             f"no C++ compiler: {' or '.join(map(str, names))} cannot be run, and code for a CPU is "
             f"compiled with one; install g++, or name one in CXX, {_NO_COMPILER}"

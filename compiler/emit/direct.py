@@ -15,14 +15,7 @@ from torch import Tensor, fx
 
 from ... import ops
 from ...passes import Subgraph, fake_value
-from .piece_code import (
-    EmitError,
-    PieceCode,
-    describe,
-    module_docstring,
-    op_name,
-    placeholders,
-)
+from .piece_code import EmitError, PieceCode, describe, module_docstring, op_name, placeholders
 
 
 def is_library_call(node: fx.Node) -> bool:

@@ -73,9 +73,9 @@ def emit_inductor(piece: Subgraph, dims: Mapping[str, str], *, tune: bool) -> Pi
     kernels: list[str] = []
     files: dict[str, bytes] = {}
     for name, kind, text in _kernel_definitions(tree):
-        suffix, construct, found = _kernel(name, kind, compiled.module[name])
+        suffix, construct, more = _kernel(name, kind, compiled.module[name])
         kernels.append(construct)
-        files |= found | {f"{name}.{suffix}": text.encode()}
+        files |= more | {f"{name}.{suffix}": text.encode()}
     call = _rewrite_call(piece, compiled, tree, dims)
     body = "\n".join([*kernels, "", call])
     how = (
@@ -330,12 +330,12 @@ def _free_names(body: str) -> set[str]:
     """Names that a module reads and does not define."""
     table = symtable.symtable(body, "piece", "exec")
     defined = {s.get_name() for s in table.get_symbols() if s.is_assigned()}
-    found: set[str] = set()
+    names: set[str] = set()
     pending = [table]
     while pending:
         scope = pending.pop()
         pending += scope.get_children()
-        found |= {s.get_name() for s in scope.get_symbols() if s.is_referenced() and s.is_global()}
+        names |= {s.get_name() for s in scope.get_symbols() if s.is_referenced() and s.is_global()}
         if scope is table:
-            found |= {s.get_name() for s in table.get_symbols() if s.is_referenced()}
-    return found - defined
+            names |= {s.get_name() for s in table.get_symbols() if s.is_referenced()}
+    return names - defined

@@ -42,11 +42,11 @@ def _concrete(value: Any) -> Any:
         return value
     shape = [int(_concrete(d)) for d in value.shape]
     stride = [int(_concrete(s)) for s in value.stride()]
-    made = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+    tensor = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
     return (
-        made.normal_()
+        tensor.normal_()
         if value.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        else (made.zero_())
+        else (tensor.zero_())
     )
 
 
@@ -93,8 +93,8 @@ def _check_launch(name: str, metadata: Any) -> None:
         "launch_pdl": False,
     }
     for key, value in expected.items():
-        if (found := getattr(metadata, key, value)) != value:
-            raise EmitError(f"{name} has {key}={found}, expected {value}")
+        if (actual := getattr(metadata, key, value)) != value:
+            raise EmitError(f"{name} has {key}={actual}, expected {value}")
 
 
 def _grid(kernel: Any, config: Any) -> str:

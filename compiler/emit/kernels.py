@@ -35,9 +35,8 @@ def step_sizes(num_tokens: int, num_seqs: int) -> dict[str, int]:
 
 
 def program_variants(traced: Traced) -> set[ops.Variant]:
-    """The variants that a lowered graph may launch."""
     seen: set[Any] = set()
-    found: set[ops.Variant] = set()
+    variants: set[ops.Variant] = set()
     for num_tokens, num_seqs in ops.representative_sizes():
         sizes = step_sizes(num_tokens, num_seqs)
         for node in traced.gm.graph.nodes:
@@ -48,15 +47,15 @@ def program_variants(traced: Traced) -> set[ops.Variant]:
             call = (str(node.target), tuple(_facts(arg) for arg in args))
             if call not in seen:
                 seen.add(call)
-                found |= ops.variants_of(launches(*args)[0])
-    return found
+                variants |= ops.variants_of(launches(*args)[0])
+    return variants
 
 
 def outside_variants(
     calls: OutsideCalls, config: CompileConfig, *, device: str, sm: int
 ) -> set[ops.Variant]:
     """The variants of ops that run outside of the program (sampling, feeding tokens)."""
-    found: set[ops.Variant] = set()
+    variants: set[ops.Variant] = set()
     for num_tokens, num_seqs in ops.representative_sizes():
         for name, args in calls(num_tokens, num_seqs):
             op = ops.BY_NAME[name]
@@ -69,8 +68,8 @@ def outside_variants(
             )
             launches = choice.kernel.launches
             if launches is not None:
-                found |= ops.variants_of(launches(*args)[0])
-    return found
+                variants |= ops.variants_of(launches(*args)[0])
+    return variants
 
 
 def launches_of(node: fx.Node) -> Callable[..., tuple[list[ops.Launch], Any]] | None:

@@ -75,7 +75,6 @@ def placeholders(piece: Subgraph) -> list[fx.Node]:
 
 
 def output_values(piece: Subgraph) -> list[Any]:
-    """Fake values of the outputs."""
     (output,) = piece.module.graph.find_nodes(op="output")
     returned: Any = output.args[0]
     return [fake_value(node) for node in returned]

@@ -77,15 +77,16 @@ class RecordedRun:
         results: dict[str, Tensor] = {}
         with torch.inference_mode():
             for number, step in enumerate(self.steps):
-                made = call({**self.fixed, **caches, **step})
-                results[f"logits of step {number}"] = made[0] if isinstance(made, tuple) else made
+                output = call({**self.fixed, **caches, **step})
+                logits = output[0] if isinstance(output, tuple) else output
+                results[f"logits of step {number}"] = logits
         return results | caches
 
     def difference(self, call: Callable[[Inputs], Any]) -> OutputDifference | None:
         """The first output beyond tolerance; None if there is none."""
-        found = self.outputs(call)
+        outputs = self.outputs(call)
         for name, want in self.want.items():
-            if (difference := compare(name, want, found[name])).error > self.tolerance:
+            if (difference := compare(name, want, outputs[name])).error > self.tolerance:
                 return difference
         return None
 
@@ -121,8 +122,8 @@ def first_bad(
     count: int, bad: Callable[[int], OutputDifference | None]
 ) -> tuple[int, OutputDifference] | None:
     """The least n in 1..count with ``bad(n)``, by bisection; None if not even ``count`` is bad."""
-    found = bad(count)
-    if found is None:
+    worst = bad(count)
+    if worst is None:
         return None
     low, high = 0, count
     while high - low > 1:
@@ -130,8 +131,8 @@ def first_bad(
         if (difference := bad(middle)) is None:
             low = middle
         else:
-            high, found = middle, difference
-    return high, found
+            high, worst = middle, difference
+    return high, worst
 
 
 def bisect_passes(
@@ -149,10 +150,10 @@ def bisect_passes(
         say(f"passes {', '.join(rule.name for rule in rules[:count])}")
         return run.of(after(count))
 
-    found = first_bad(len(rules), bad)
-    if found is None:
+    worst = first_bad(len(rules), bad)
+    if worst is None:
         return None
-    number, difference = found
+    number, difference = worst
     rule = rules[number - 1]
     before = after(number - 1)
     everywhere = Context()
@@ -193,11 +194,11 @@ def bisect_kernels(
             nodes[i].target = pairs[i][1].target
         return run.of(graph)
 
-    found = first_bad(len(changed), bad) if changed else None
-    if found is None:
+    worst = first_bad(len(changed), bad) if changed else None
+    if worst is None:
         return None
-    kernel = pairs[changed[found[0] - 1]][1]
-    return Culprit("kernels", op_name(kernel), kernel.name, module_path(kernel), found[1])
+    kernel = pairs[changed[worst[0] - 1]][1]
+    return Culprit("kernels", op_name(kernel), kernel.name, module_path(kernel), worst[1])
 
 
 def _calls(traced: Traced) -> Iterable[torch.fx.Node]:

@@ -31,14 +31,13 @@ class Differences:
     def tables(self) -> Iterator[tuple[str, list[list[str]]]]:
         """(title, rows under a heading) for each kind of difference."""
         for title in ("sites", "figures", "choices", "notes"):
-            found: Mapping[str, tuple[str, str]] = getattr(self, title)
-            rows = [[name, *both] for name, both in found.items()]
+            pairs: Mapping[str, tuple[str, str]] = getattr(self, title)
+            rows = [[name, *both] for name, both in pairs.items()]
             if rows:
                 yield title, [[title, self.left, self.right], *rows]
 
 
 def differences(left: tuple[str, Explanation], right: tuple[str, Explanation]) -> Differences:
-    """Compare two explanations, each with its label."""
     (left_label, one), (right_label, two) = left, right
     return Differences(
         left_label,
@@ -57,18 +56,19 @@ def _unequal(one: Mapping[str, Any], two: Mapping[str, Any]) -> dict[str, tuple[
 
 
 def _sites(facts: Explanation) -> dict[str, str]:
-    found: dict[str, list[str]] = {}
+    sites: dict[str, list[str]] = {}
     for site in facts.sites:
         place = f"{site.name}, {site.layers}, {site.module or 'model'}"
         why = f": {site.reason}" if site.reason else ""
-        found.setdefault(place, []).append(f"{site.count} {site.outcome}{why}")
-    return {place: "; ".join(outcomes) for place, outcomes in found.items()}
+        sites.setdefault(place, []).append(f"{site.count} {site.outcome}{why}")
+    return {place: "; ".join(outcomes) for place, outcomes in sites.items()}
 
 
 def _figures(facts: Explanation) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for layer in facts.layers:
-        found[f"launches of {layer.title}"] = layer.launches
-        found[f"bytes of {layer.title}"] = layer.bytes
-        found[f"calls of {layer.title}"] = ", ".join(c.op.rpartition("::")[2] for c in layer.calls)
-    return found | {"launches of the step": facts.launches, "bytes of the step": facts.bytes}
+        figures[f"launches of {layer.title}"] = layer.launches
+        figures[f"bytes of {layer.title}"] = layer.bytes
+        calls = (call.op.rpartition("::")[2] for call in layer.calls)
+        figures[f"calls of {layer.title}"] = ", ".join(calls)
+    return figures | {"launches of the step": facts.launches, "bytes of the step": facts.bytes}

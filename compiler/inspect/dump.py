@@ -66,13 +66,13 @@ def graph_lines(traced: Traced) -> list[str]:
     lines = []
     for node in traced.gm.graph.nodes:
         value = describe(fake_value(node), traced.dims)
-        made = f"{node.name}: {value}" if value else node.name
+        result = f"{node.name}: {value}" if value else node.name
         if node.op == "placeholder":
-            lines.append(f"input {made}")
+            lines.append(f"input {result}")
         elif node.op == "output":
             lines.append(f"return {node.args[0]}")
         else:
-            lines.append(f"{made} = {op_name(node)}{_arguments(node)}")
+            lines.append(f"{result} = {op_name(node)}{_arguments(node)}")
     return lines
 
 

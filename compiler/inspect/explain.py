@@ -118,7 +118,7 @@ class Explanation:
         choices: the printed choice of a kernel -> the number of calls for which it was made.
         pieces: the distinct pieces.
         layers: each kind of layer, then what lies outside of them.
-        launches, bytes, flops: of the whole step on one rank; ``launches`` is None if it is not
+        launches, bytes, flops: totals of the step on one rank; ``launches`` is None if it is not
             known for one of the calls.
         notes: what these figures do not include.
         stages: the stages of a pipeline, empty without one.  All else is about one stage.
@@ -150,15 +150,23 @@ class Explanation:
         return facts
 
 
+@dataclass(frozen=True)
+class DecodeStep:
+    """A step of ``num_seqs`` sequences, one token each, with ``context`` KV positions each, of a
+    model that reduces over groups of ``world_size`` ranks."""
+
+    num_seqs: int
+    context: int
+    world_size: int = 1
+
+
 def explain(
     lowered: Lowered,
     before: Traced,
     where: Where,
     sites: list[SiteFacts],
+    step: DecodeStep,
     *,
-    num_seqs: int,
-    context: int,
-    world_size: int = 1,
     notes: Iterable[str] = (),
     stages: Iterable[StageFacts] = (),
 ) -> Explanation:
@@ -168,9 +176,6 @@ def explain(
         before: the graph before the passes.
         where: the model's layers.
         sites: see ``expected_sites``.
-        num_seqs: sequences, one token each.
-        context: KV positions of each.
-        world_size: ranks of the groups over which the model reduces.
         notes, stages: become those of the explanation.
 
     Raises:
@@ -178,39 +183,39 @@ def explain(
     """
     nodes = [node for region in lowered.regions for node in region.nodes]
     sums = [semantic_name(node) for node in nodes if _is_collective(node)]
-    if sums and world_size < 2:
+    if sums and step.world_size < 2:
         raise UserError(
-            f"explain: {sums[0]} reduces over ranks, and world_size={world_size}; give the number "
-            "of ranks, 2 or more"
+            f"explain: {sums[0]} reduces over ranks, and world_size={step.world_size}; give the "
+            "number of ranks, 2 or more"
         )
-    figures = {"query_context_pairs": num_seqs * context, "context_tokens": num_seqs * context}
-    figures["world_size"] = world_size
-    costs = {node: _facts(node, lowered.traced, num_seqs, figures) for node in nodes}
-    step = [call for call in costs.values() if call]
+    pairs = step.num_seqs * step.context
+    figures = {"query_context_pairs": pairs, "context_tokens": pairs}
+    figures["world_size"] = step.world_size
+    costs = {node: _facts(node, lowered.traced, step.num_seqs, figures) for node in nodes}
+    calls = [call for call in costs.values() if call]
     uses = Counter(s.piece for s in lowered.plan.steps if isinstance(s, PieceStep))
     pieces = []
     for piece, subgraph in lowered.pieces.items():
         choice = choose_emitter(subgraph)
         pieces.append(PieceFacts(piece, uses[piece], choice.emitter, choice.reason))
     return Explanation(
-        num_seqs=num_seqs,
-        context=context,
+        num_seqs=step.num_seqs,
+        context=step.context,
         passes=[report.to_json() for report in lowered.reports],
         sites=[*sites, *left_alone(nodes, lowered.reports, where)],
         fusions=_fusions(nodes),
         choices=dict(lowered.choices),
         pieces=pieces,
         layers=_layers(lowered.traced, before, where, costs),
-        launches=total_launches(step),
-        bytes=sum(call.bytes for call in step),
-        flops=sum(call.flops for call in step),
+        launches=total_launches(calls),
+        bytes=sum(call.bytes for call in calls),
+        flops=sum(call.flops for call in calls),
         notes=list(notes),
         stages=list(stages),
     )
 
 
 def total_launches(calls: Iterable[OpFacts]) -> int | None:
-    """The launches of all calls; None if those of one are not known."""
     counts = [call.launches for call in calls]
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
@@ -221,8 +226,8 @@ def _fusions(nodes: Iterable[fx.Node]) -> list[tuple[Fusion, int]]:
 
     Fusions with the same op are told apart by its arguments: norm weights, a group, a scale.
     """
-    found = [(name, node) for node in nodes if (name := semantic_name(node))]
-    return [(p, sum(n == p.op and _is_fusion(p, node) for n, node in found)) for p in fusions()]
+    calls = [(name, node) for node in nodes if (name := semantic_name(node))]
+    return [(f, sum(n == f.op and _is_fusion(f, node) for n, node in calls)) for f in fusions()]
 
 
 def _is_fusion(fusion: Fusion, node: fx.Node) -> bool:
@@ -235,8 +240,8 @@ def _is_fusion(fusion: Fusion, node: fx.Node) -> bool:
     if fusion.op == "rope_kv_store":
         return (args.get("q_weight") is not None) == ("QK-norm" in fusion.parts)
     if fusion.op == "linear":
-        given = (args.get(name) is not None for name in ("x_scale", "activation", "out_scale"))
-        return linear_parts(*given) == fusion.parts
+        has = (args.get(name) is not None for name in ("x_scale", "activation", "out_scale"))
+        return linear_parts(*has) == fusion.parts
     if fusion.op in ("chain", "chain_over_ranks"):
         patterns = {parts: pattern for parts, op, pattern in chain_fusions() if op == fusion.op}
         return has_pattern(args["stages"], patterns[fusion.parts])
@@ -252,19 +257,16 @@ def semantic_name(node: fx.Node) -> str:
 
 
 def _layers(
-    after: Traced,
-    before: Traced,
-    where: Where,
-    costs: Mapping[fx.Node, OpFacts | None],
+    after: Traced, before: Traced, where: Where, costs: Mapping[fx.Node, OpFacts | None]
 ) -> list[LayerFacts]:
     """Each kind of layer, by the most common of its layers, then what lies outside."""
     new, old = where.by_layer(after.gm.graph), where.by_layer(before.gm.graph)
-    found = []
+    facts = []
     for title, layers in where.kinds:
         calls = {n: [c for node in new.get(n, ()) if (c := costs[node])] for n in layers}
         like = Counter(tuple(call.op for call in calls[n]) for n in layers).most_common(1)[0][0]
         one = next(n for n in layers if tuple(call.op for call in calls[n]) == like)
-        found.append(
+        facts.append(
             LayerFacts(
                 title,
                 tuple(where.first_layer + layer for layer in layers),
@@ -277,8 +279,8 @@ def _layers(
     outside = new.get(None, [])
     calls_outside = [call for node in outside if (call := costs[node])]
     drawn = draw(old.get(None, []), before.dims), draw(outside, after.dims)
-    found.append(LayerFacts("outside of layers", (), calls_outside, [], *drawn))
-    return found
+    facts.append(LayerFacts("outside of layers", (), calls_outside, [], *drawn))
+    return facts
 
 
 def _is_collective(node: fx.Node) -> bool:
@@ -347,7 +349,7 @@ def _ranges(nodes: list[fx.Node], traced: Traced) -> list[TokenRange]:
             names += kernels_of(node, args) or (f"those of {op_name(node)}",)
         return tuple(names)
 
-    found = []
+    ranges = []
     for decode in (True, False):
         rows = [n for n in _ROWS if (n <= _MOST_SEQS if decode else n > 1)]
         known = {n: at(n, decode) for n in rows}
@@ -361,11 +363,11 @@ def _ranges(nodes: list[fx.Node], traced: Traced) -> list[TokenRange]:
                     low = middle
                 else:
                     high = middle
-            found.append(TokenRange(decode, first, low, known[first]))
+            ranges.append(TokenRange(decode, first, low, known[first]))
             first = high
             known[first] = at(first, decode)
-        found.append(TokenRange(decode, first, None, known[first]))
-    return list(_with_choices(found))
+        ranges.append(TokenRange(decode, first, None, known[first]))
+    return list(_with_choices(ranges))
 
 
 def _with_choices(ranges: Iterable[TokenRange]) -> Iterator[TokenRange]:

@@ -15,8 +15,8 @@ def draw(nodes: Sequence[fx.Node], dims: Mapping[str, str]) -> list[str]:
     """The calls of one layer: name, type and shape of the result, what is called with what."""
     lines = []
     for node in nodes:
-        made = describe(fake_value(node), dims)
-        name = f"{node.name}: {made}" if made else node.name
+        result = describe(fake_value(node), dims)
+        name = f"{node.name}: {result}" if result else node.name
         lines.append(f"{name} = {op_name(node)}({_arguments(node)})")
     return lines
 

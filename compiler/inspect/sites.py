@@ -26,7 +26,7 @@ class SiteFacts:
     """Sites of a pass that are alike, in layers of one kind.
 
     Attributes:
-        name: of the pass.
+        name: the pass's name.
         layers: title of their kind of layer.
         module: where in a layer, or in the model.
         outcome: "matched", "missed", "off", or "alone": no pass has a site there.
@@ -70,12 +70,12 @@ class Where:
 
     def by_layer(self, graph: fx.Graph) -> Mapping[int | None, list[fx.Node]]:
         """The calls of each layer, in order; None for what is in no layer."""
-        found: dict[int | None, list[fx.Node]] = {}
+        nodes: dict[int | None, list[fx.Node]] = {}
         for node in graph.nodes:
             if node.op in ("call_function", "call_method"):
                 layer = self._repeat.layer_of(module_path(node))[0] if self._repeat else None
-                found.setdefault(layer, []).append(node)
-        return found
+                nodes.setdefault(layer, []).append(node)
+        return nodes
 
 
 def title_of(layers: Sequence[int]) -> str:
@@ -99,7 +99,7 @@ def expected_sites(
     """Sites of the passes that ran, and of those that are off, which are run on a copy.
 
     Args:
-        reports: of the passes that ran.
+        reports: those of the passes that ran.
         before: the graph as they found it.
         on: their names.
         off: names of other passes -> why they did not run.

@@ -106,7 +106,7 @@ def algorithms_of(found: Found[Range, Algorithm | None]) -> tuple[Algorithm, ...
 
 def weights_of(graph: fx.Graph) -> list[Weight]:
     """The weights of unlowered linear layers that a library GEMM can serve, each once."""
-    found: dict[Weight, None] = {}
+    weights: dict[Weight, None] = {}
     for node in graph.nodes:
         namespace, _, name = getattr(node.target, "_name", "").partition("::")
         if namespace != ops.NAMESPACE:
@@ -115,8 +115,8 @@ def weights_of(graph: fx.Graph) -> list[Weight]:
         for weight, scale in _layers_of(name, args):
             # x's scales have the shape that goes with the weight's, whatever it is.
             if (operands := _operands(weight.dtype, scale, weight.shape)) in OPERANDS:
-                found[operands, *map(int, weight.shape)] = None  # type: ignore[index]
-    return list(found)
+                weights[operands, *map(int, weight.shape)] = None  # type: ignore[index]
+    return list(weights)
 
 
 def _layers_of(name: str, args: Any) -> list[tuple[Any, Any]]:
@@ -133,11 +133,11 @@ def _layers_of(name: str, args: Any) -> list[tuple[Any, Any]]:
 
 def _operands(dtype: torch.dtype, scale: Any, shape: Sequence[int]) -> str:
     """The name of the weight format with this dtype and shape of scale; "" if none has them."""
-    for found in WEIGHT_FORMATS.values():
-        if found.dtype != dtype or bool(found.x_scale) != (scale is not None):
+    for form in WEIGHT_FORMATS.values():
+        if form.dtype != dtype or bool(form.x_scale) != (scale is not None):
             continue
-        if scale is None or found.scale_shapes(1, *shape)[1] == tuple(scale.shape):
-            return found.name
+        if scale is None or form.scale_shapes(1, *shape)[1] == tuple(scale.shape):
+            return form.name
     return ""
 
 

@@ -84,7 +84,6 @@ class Plan:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Plan:
-        """The plan that ``to_json`` gave."""
         return Plan(
             steps=tuple(_step(step) for step in data["steps"]),
             inputs={

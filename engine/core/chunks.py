@@ -20,21 +20,46 @@ _SHARE = 8
 
 
 @dataclass(frozen=True)
-class Chunks:
-    """Decides by counts alone, so that the same requests in the same steps are split alike.
+class StepLimits:
+    """The most that a step, and a request in it, may have.
 
     Args:
-        max_num_batched_tokens: most tokens of a step.
+        max_num_seqs: most requests that run at the same time, and the number of slots.
+        max_num_batched_tokens: most query tokens of one step.
+        max_model_len: most prompt and output tokens of one request.
+        enable_chunked_prefill: a prompt may be computed over several steps.
+        long_prefill_token_threshold: most tokens of one prompt in a step, so that others get their
+            share; 0: as many as fit.
         max_num_mixed_tokens: most tokens of a step with decodes, while few decode and few wait; 0:
             ``max_num_batched_tokens``.
     """
 
+    max_num_seqs: int
     max_num_batched_tokens: int
-    max_num_mixed_tokens: int
+    max_model_len: int
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    max_num_mixed_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        numbers = self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len
+        if min(numbers) < 1:
+            raise ValueError(f"sequences, tokens and length {numbers}: expected at least 1 each")
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} < max_model_len="
+                f"{self.max_model_len}: whole prompts would not fit a step"
+            )
+
+    @property
+    def longest_chunk(self) -> int:
+        """The most tokens of one prompt in a step."""
+        return min(self.max_num_batched_tokens, self.long_prefill_token_threshold or 1 << 60)
 
     def room(self, running: Iterable[Request], num_queued_tokens: int) -> int:
         """Most prompt tokens of the next step: all that it holds if nothing decodes in it, or if
-        so many wait.
+        so many wait.  Counts alone decide, so that the same requests in the same steps are split
+        alike.
 
         Args:
             running: requests that have been started.

@@ -103,7 +103,6 @@ class BlockPool:
         return sum(map(len, self._cached))
 
     def ref_count(self, block_id: int) -> int:
-        """Number of requests that hold a block."""
         return self._ref_counts[block_id]
 
     def most_blocks(self, num_tokens: int, chunk: int) -> int:

@@ -18,6 +18,7 @@ from ..messages.requests import AbortRequests, AddRequest, CoreStats, StepOutput
 from ..messages.step import PendingStep, Runner
 from ..messages.step_reads import StepReads
 from .batch import ScheduledStep
+from .chunks import StepLimits
 from .kv_blocks import BlockPool
 from .preparing import Preparing
 from .request import Request
@@ -207,7 +208,7 @@ class EngineCore:
     def is_busy(self) -> bool:
         """Whether requests run, or enough wait to fill a step."""
         scheduler = self.scheduler
-        return bool(scheduler.running) or self.num_unfinished >= scheduler.max_num_seqs
+        return bool(scheduler.running) or self.num_unfinished >= scheduler.step_limits.max_num_seqs
 
     def close(self) -> Exception:
         """Abort all requests and release the runner.  Returns the error that every later call
@@ -266,21 +267,25 @@ def make_core(
     vocab_size: int,
 ) -> EngineCore:
     """Make the core over ``num_blocks`` KV blocks, which ``groups`` of layers share."""
+    asked = config.scheduler
+    limits = StepLimits(
+        asked.max_num_seqs,
+        asked.max_num_batched_tokens,
+        config.model.max_model_len,
+        asked.enable_chunked_prefill,
+        asked.long_prefill_token_threshold,
+        asked.max_num_mixed_tokens,
+    )
     scheduler = Scheduler(
         BlockPool(num_blocks, config.cache.block_size, groups),
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        max_model_len=config.model.max_model_len,
-        enable_chunked_prefill=config.scheduler.enable_chunked_prefill,
-        long_prefill_token_threshold=config.scheduler.long_prefill_token_threshold,
-        max_num_mixed_tokens=config.scheduler.max_num_mixed_tokens,
-        prefix_caching=config.scheduler.prefix_caching,
-        heed_priority=config.scheduler.policy == "priority",
+        limits,
+        prefix_caching=asked.prefix_caching,
+        heed_priority=asked.policy == "priority",
     )
     return EngineCore(
         scheduler,
         runner,
-        async_scheduling=config.scheduler.async_scheduling,
+        async_scheduling=asked.async_scheduling,
         grammars=grammars,
         reads=reads,
         vocab_size=vocab_size,

@@ -23,7 +23,6 @@ class Preparing:
         self._requests[request.request_id] = request
 
     def abort(self, request_id: str) -> None:
-        """Forget a request, if it is here."""
         self._requests.pop(request_id, None)
 
     def clear(self) -> None:

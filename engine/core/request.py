@@ -172,7 +172,6 @@ class Request:
         self.error = why.format(len(self.output_token_ids) + 1)
 
     def finished(self) -> Finished:
-        """The message that tells the frontend of its end."""
         return Finished(
             request_id=self.request_id,
             reason=self.finish_reason,
@@ -223,28 +222,26 @@ class Siblings:
 
     @property
     def num_left(self) -> int:
-        """Number of outputs that have not begun."""
         return self.end - self.next_index
 
     def begin(self) -> Request:
-        """The request of the next output."""
-        given, index = self.request, self.next_index
+        whole, index = self.request, self.next_index
         request = Request(
-            request_id=output_id(given.request_id, index, given.sampling_params.n),
-            prompt_token_ids=given.prompt_token_ids,
+            request_id=output_id(whole.request_id, index, whole.sampling_params.n),
+            prompt_token_ids=whole.prompt_token_ids,
             sampling_params=self._params_of(index),
-            max_total_tokens=given.max_total_tokens,
-            eos_token_ids=given.eos_token_ids,
-            priority=given.priority,
-            cache_salt=given.cache_salt,
-            bad_word_ids=given.bad_word_ids,
-            call=given.call,
+            max_total_tokens=whole.max_total_tokens,
+            eos_token_ids=whole.eos_token_ids,
+            priority=whole.priority,
+            cache_salt=whole.cache_salt,
+            bad_word_ids=whole.bad_word_ids,
+            call=whole.call,
             siblings=self,
-            arrival=given.arrival,
-            matcher=None if given.matcher is None else given.matcher.copy(),
+            arrival=whole.arrival,
+            matcher=None if whole.matcher is None else whole.matcher.copy(),
         )
         self.next_index += 1
-        given.arrival += 1
+        whole.arrival += 1
         self.open[request.request_id] = request
         return request
 

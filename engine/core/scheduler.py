@@ -15,7 +15,7 @@ from ...config import UserError
 from ..messages.requests import NewTokens, RequestLimits, StepOutputs
 from ..messages.step import StepResult
 from .batch import ScheduledRequest, ScheduledStep, make_batch
-from .chunks import Chunks
+from .chunks import StepLimits
 from .kv_blocks import BlockPool, SequenceBlocks
 from .prefix_cache import cache_full_blocks, find_prefix
 from .request import Request, RequestStatus
@@ -32,13 +32,7 @@ class Scheduler:
 
     Args:
         pool: the KV blocks; the scheduler alone allocates from it.
-        max_num_seqs: most requests that run at the same time, and the number of slots.
-        max_num_batched_tokens: most query tokens of one step.
-        max_model_len: most prompt and output tokens of one request.
-        enable_chunked_prefill: a prompt may be computed over several steps.
-        long_prefill_token_threshold: most tokens of one prompt in a step, so that others get their
-            share; 0: as many as fit.
-        max_num_mixed_tokens: see ``Chunks``.
+        step_limits: the most that a step may have.
         prefix_caching: start behind the longest prefix whose blocks are still cached; never where
             a block holds the state of a whole sequence.
         heed_priority: order by priority before anything else.
@@ -47,51 +41,34 @@ class Scheduler:
     def __init__(
         self,
         pool: BlockPool,
+        step_limits: StepLimits,
         *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        enable_chunked_prefill: bool = True,
-        long_prefill_token_threshold: int = 0,
-        max_num_mixed_tokens: int = 0,
         prefix_caching: bool = False,
         heed_priority: bool = False,
     ) -> None:
-        if min(numbers := (max_num_seqs, max_num_batched_tokens, max_model_len)) < 1:
-            raise ValueError(f"sequences, tokens and length {numbers}: expected at least 1 each")
-        if not enable_chunked_prefill and max_num_batched_tokens < max_model_len:
-            raise ValueError(
-                f"{max_num_batched_tokens=} < {max_model_len=}: whole prompts would not fit a step"
-            )
-        self.pool = pool
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_model_len = max_model_len
-        self.enable_chunked_prefill = enable_chunked_prefill
-        self.long_prefill_token_threshold = long_prefill_token_threshold
-        self._chunks = Chunks(max_num_batched_tokens, max_num_mixed_tokens)
+        self.pool, self.step_limits = pool, step_limits
         self.prefix_caching = prefix_caching and not pool.has_states
         self.heed_priority = heed_priority
         self.limits = RequestLimits(
             num_blocks=pool.num_blocks,
             block_size=pool.block_size,
             groups=list(pool.groups),
-            longest_chunk=min(max_num_batched_tokens, long_prefill_token_threshold or 1 << 60),
+            longest_chunk=step_limits.longest_chunk,
             heed_priority=heed_priority,
         )
         """A request that breaks one of these limits is never queued."""
         self.running: OrderedDict[str, Request] = OrderedDict()
-        self.waiting = WaitingQueue(heed_priority, share_of_a_call(max_num_seqs))
+        self.waiting = WaitingQueue(heed_priority, share_of_a_call(step_limits.max_num_seqs))
         self._has_part = False  # the last step left a part of a prompt
         self._lacks_blocks = False  # the first that waits could not start in the last step
         self.num_prefix_tokens = self.num_prefix_hits = 0
         """Tokens that were looked for and found in the prefix cache."""
         self.num_preemptions = 0
-        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._free_slots = list(range(step_limits.max_num_seqs - 1, -1, -1))
         self._uncached: list[Request] = []  # for ``cache_blocks``
         self._set_aside: list[Request] = []  # by ``_admit``, until ``schedule`` returns
         self._news = StepOutputs(None, [], [])
-        self._free_rows = max_num_seqs
+        self._free_rows = step_limits.max_num_seqs
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self.running or request_id in self.waiting
@@ -119,7 +96,6 @@ class Scheduler:
             self.finish(each, RequestStatus.FINISHED_ABORTED)
 
     def abort_all(self) -> None:
-        """Finish all requests at once and free what they hold."""
         for name in [*self.running, *(each.request_id for each in self.waiting)]:
             self.abort(name)
 
@@ -152,11 +128,11 @@ class Scheduler:
         self._lacks_blocks = False
         decodes: list[ScheduledRequest] = []
         prefills: list[ScheduledRequest] = []
-        budget = room = self.max_num_batched_tokens
+        budget = room = self.step_limits.max_num_batched_tokens
         if self._has_part or (self.waiting.num_tokens and self._free_slots):
-            room = self._chunks.room(self.running.values(), self.waiting.num_tokens)
+            room = self.step_limits.room(self.running.values(), self.waiting.num_tokens)
         preempted_before = self.num_preemptions
-        self._free_rows = self.max_num_seqs - len(self.running)
+        self._free_rows = self.step_limits.max_num_seqs - len(self.running)
         self._has_part = False
         order = in_order(self.running, self.waiting, self.heed_priority)
         for request in order:
@@ -342,7 +318,7 @@ class Scheduler:
         if request.num_in_flight > 0:
             return None
         pool, num_tokens = self.pool, request.num_tokens
-        if not self.enable_chunked_prefill and num_tokens > budget:
+        if not self.step_limits.enable_chunked_prefill and num_tokens > budget:
             return None
         # Cached blocks hold no logits, which a scored prompt needs.
         searched, alone = self.prefix_caching and not request.is_scored, len(self.waiting) == 1

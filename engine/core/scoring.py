@@ -37,9 +37,7 @@ def rows_of(entry: ScheduledRequest) -> list[ScheduledRequest]:
 
 
 def add_rows(
-    entry: ScheduledRequest,
-    decodes: list[ScheduledRequest],
-    prefills: list[ScheduledRequest],
+    entry: ScheduledRequest, decodes: list[ScheduledRequest], prefills: list[ScheduledRequest]
 ) -> int:
     """Append a part of a request to the rows of its kind; returns how many it has beyond one."""
     if entry.request.is_scored:
@@ -54,7 +52,7 @@ def add_rows(
 def scored_by(step: ScheduledStep, result: StepResult) -> list[PromptLogprobs]:
     """The log probabilities that a step brought, of requests that have not finished."""
     rows = [row for row, entry in enumerate(step.scheduled) if entry.target != NO_TARGET]
-    found = []
+    scored = []
     for _, group in groupby(rows, lambda row: id(step.scheduled[row].request)):
         same = list(group)
         first, last = step.scheduled[same[0]], step.scheduled[same[-1]]
@@ -63,5 +61,5 @@ def scored_by(step: ScheduledStep, result: StepResult) -> list[PromptLogprobs]:
             continue
         request.num_scored_tokens = max(request.num_scored_tokens, last.start + 1)
         logprobs = result.logprobs.of(same)
-        found.append(PromptLogprobs(request.request_id, first.start + 1, logprobs))
-    return found
+        scored.append(PromptLogprobs(request.request_id, first.start + 1, logprobs))
+    return scored

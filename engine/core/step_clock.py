@@ -39,7 +39,6 @@ class StepClock:
         self._at = perf_counter()
 
     def lap(self, phase: str) -> None:
-        """Count the time since the last call as ``phase``."""
         now = perf_counter()
         self.phase_s[phase] += now - self._at
         self._at = now

@@ -188,7 +188,6 @@ class WaitingQueue:
             heapq.heappop(call.heap)
 
     def take(self, request: Request) -> None:
-        """Take out the first request, which is about to run."""
         self._forget(request)
         if not request.call:
             heapq.heappop(self._line)

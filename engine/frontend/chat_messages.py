@@ -82,9 +82,9 @@ def checked(number: int, message: Any, template: str) -> dict[str, Any]:
     elif isinstance(content, list) and content:
         data["content"] = [_part(number, part) for part in content]
     elif not isinstance(content, str) and not (content is None and role == "assistant"):
-        given = "no content" if content is None else f"content={content!r}"
+        shown = "no content" if content is None else f"content={content!r}"
         raise UserError(
-            f"message {number} ({role}) has {given}: expected text, or a list of {_PART}"
+            f"message {number} ({role}) has {shown}: expected text, or a list of {_PART}"
         )
     return data
 
@@ -104,7 +104,6 @@ def _with_object(call: Any) -> Any:
 
 
 def _part(number: int, part: Any) -> dict[str, Any]:
-    """One of OpenAI's content parts."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else None

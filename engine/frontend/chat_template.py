@@ -89,26 +89,22 @@ def _to_json(
 ) -> str:
     """JSON without jinja2's own escaping for HTML, which models have never seen."""
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    made = ImmutableSandboxedEnvironment(
+    environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
-    made.filters["tojson"] = _to_json
-    made.globals |= {
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
         "raise_exception": _refuse,
         "strftime_now": lambda form: datetime.now().strftime(form),
         "dict": _Dict(),
         "namespace": _Namespace,
     }
-    return made
+    return environment
 
 
 class ChatTemplate:
@@ -143,7 +139,7 @@ class ChatTemplate:
         A template that joins arguments of calls or absent content to text gets them as text.
 
         Args:
-            variables: of the template; ``tools`` and ``documents`` are lists of objects.
+            variables: the template's variables; ``tools`` and ``documents`` are lists of objects.
 
         Raises:
             UserError: no messages, one without role or content, a role that is unknown, content
@@ -153,12 +149,12 @@ class ChatTemplate:
             raise UserError(f"messages {messages!r}: expected a list of {_MESSAGE}")
         if not messages:
             raise UserError(f"messages is empty: expected at least one {_MESSAGE}")
-        given = {name: _list_of_objects(name, variables.get(name)) for name in _LISTS}
+        lists = {name: _list_of_objects(name, variables.get(name)) for name in _LISTS}
         others = {name: value for name, value in variables.items() if name not in _LISTS}
         values = {
             **self._special_tokens,
             **{name: plain_data(name, value) for name, value in others.items()},
-            **given,
+            **lists,
             "add_generation_prompt": add_generation_prompt,
         }
         conversation = [
@@ -281,11 +277,7 @@ class ChatTemplates:
 
 
 def _list_of_objects(name: str, value: Any) -> list[Any] | None:
-    """A list of objects as plain data; None if it is empty or not given.
-
-    Raises:
-        UserError: it is something else.
-    """
+    """A list of objects as plain data; None if it is empty or not given."""
     if value is None:
         return None
     items = plain_data(name, value)

@@ -112,9 +112,9 @@ class StopStrings:
         Text that may be the beginning of a stop string is held back, everything else is shown.
         """
         text = self._held + text
-        found = [(at + len(s), at, s) for s in self._stop if (at := text.find(s)) >= 0]
-        if found:
-            end, start, stop = min(found)
+        matches = [(at + len(s), at, s) for s in self._stop if (at := text.find(s)) >= 0]
+        if matches:
+            end, start, stop = min(matches)
             self._held = ""
             return text[: end if self._include_in_output else start], stop
         shown = len(text)

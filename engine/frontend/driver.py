@@ -181,7 +181,6 @@ class Driver:
         return done[0]
 
     def close(self) -> None:
-        """Close the engine; what runs ends with its error."""
         self.call(self._close)
 
     def take_in(self) -> None:
@@ -280,13 +279,13 @@ class Driver:
         return queued
 
     def _drop(self, request_ids: Sequence[str], sink: Sink) -> int:
-        found = []
+        dropped = []
         for request_id in request_ids:
             self._pending.discard((request_id, id(sink)))
             if self._sinks.get(request_id, sink) is sink:  # else it was refused: another has its id
-                found.append(request_id)
-        self.engine.drop(found)
-        for request_id in found:
+                dropped.append(request_id)
+        self.engine.drop(dropped)
+        for request_id in dropped:
             self._sinks.pop(request_id, None)
         return 0
 
@@ -331,7 +330,6 @@ _making = Lock()
 
 
 def driver_of(engine: EngineLoop) -> Driver:
-    """The driver that all callers of an engine share."""
     with _making:
         driver = engine.driver()
         if not isinstance(driver, Driver):

@@ -49,16 +49,16 @@ def default_sampling(model: str, generation_config: str) -> dict[str, Any]:
         return {}
     path = _file(model_folder(model), generation_config)
     values = read_json_if_there(path) if generation_config == "auto" else read_json(path)
-    found = {
+    defaults = {
         field: values[name] for name, field in _DEFAULTS.items() if values.get(name) is not None
     }
     try:
-        SamplingParams(**found)
+        SamplingParams(**defaults)
     except UserError as error:
         raise UserError(
             f"{path}: {error}; correct it, or start with generation_config='none'"
         ) from error
-    return found
+    return defaults
 
 
 def describe_default_sampling(defaults: Mapping[str, Any]) -> str:

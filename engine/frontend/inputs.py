@@ -46,7 +46,6 @@ class InputProcessor:
     """Fields of ``SamplingParams`` of requests that leave them out, see ``default_sampling``."""
 
     def default_params(self) -> SamplingParams:
-        """The parameters of a request without any."""
         return SamplingParams(**self.default_sampling)
 
     grammars: GrammarChecks | None = None
@@ -103,7 +102,7 @@ class InputProcessor:
         Raises:
             UserError: there is no tokenizer, or it has no token for a word.
         """
-        found = []
+        spellings = []
         for word in params.bad_texts:
             encode = self.require_tokenizer().encode
             alone, spaced = (
@@ -113,10 +112,10 @@ class InputProcessor:
                 raise UserError(
                     f"SamplingParams: bad_words has {word!r}: the model has no token for it"
                 )
-            found.append(alone)
+            spellings.append(alone)
             if len(spaced) == len(alone) and spaced[0] != alone[0]:
-                found.append(spaced)
-        return found
+                spellings.append(spaced)
+        return spellings
 
     @staticmethod
     def cache_salt(prompt: Prompt) -> str | None:
@@ -131,7 +130,6 @@ class InputProcessor:
         return salt
 
     def max_total_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """The most tokens of prompt and output together."""
         if params.max_tokens is None:
             return self.max_model_len
         return min(num_prompt_tokens + params.max_tokens, self.max_model_len)
@@ -143,7 +141,7 @@ class InputProcessor:
 
         Args:
             add_special_tokens: those around a prompt too, though templates write them themselves.
-            variables: of the template; ``tools`` and ``documents`` are lists of objects.
+            variables: the template's variables; ``tools`` and ``documents`` are lists of objects.
 
         Raises:
             UserError: there is no chat template, it refuses the messages, or the text is too long.

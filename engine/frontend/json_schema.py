@@ -150,11 +150,7 @@ class _Tree:
         return self._names[key]
 
     def _find(self, reference: Any, resource: _Resource) -> _Place:
-        """Find the place that a reference names.
-
-        Raises:
-            UserError: it is not in the document.
-        """
+        """Find the place that a reference names."""
         if not isinstance(reference, str):
             raise UserError(f"grammar: $ref={_short(reference)}: expected text")
         base, _, fragment = reference.partition("#")
@@ -162,13 +158,13 @@ class _Tree:
         if base or (fragment and not fragment.startswith("/")):
             uri = _joined(resource.uri, base)
             named = self._places_by_name(resource.document)
-            found = named.get(uri if not fragment or fragment[0] == "/" else f"{uri}#{fragment}")
-            if found is None:
+            name = uri if not fragment or fragment[0] == "/" else f"{uri}#{fragment}"
+            if name not in named:
                 raise UserError(
                     f"grammar: $ref={_short(reference)}: not in the JSON schema; expected a "
                     "reference to a part of it, such as #/$defs/name"
                 )
-            place = found
+            place = named[name]
         if fragment.startswith("/"):
             for segment in fragment[1:].split("/"):
                 place = _step(place, segment.replace("~1", "/").replace("~0", "~"), reference)
@@ -291,8 +287,8 @@ def _check_literals(name: str, value: Any) -> None:
 
 def _add_bounds(built: dict[str, Any], schema: Mapping[str, Any]) -> None:
     """Add the bounds of numbers; those that a float does not have are narrowed to one."""
-    given = {name: value for name, value in schema.items() if name in _BOUNDS}
-    for name, value in given.items():
+    bounds = {name: value for name, value in schema.items() if name in _BOUNDS}
+    for name, value in bounds.items():
         may_be_flag = name.startswith("exclusive")  # in draft 4
         if not isinstance(value, int | float) or (isinstance(value, bool) and not may_be_flag):
             raise UserError(f"grammar: {name}={_short(value)}: expected a number")
@@ -300,7 +296,7 @@ def _add_bounds(built: dict[str, Any], schema: Mapping[str, Any]) -> None:
         (1, "minimum", "exclusiveMinimum"),
         (-1, "maximum", "exclusiveMaximum"),
     ):
-        bound, strict = given.get(inclusive), given.get(exclusive)
+        bound, strict = bounds.get(inclusive), bounds.get(exclusive)
         if isinstance(strict, bool):
             bound, strict = (None, bound) if strict else (bound, None)
         if bound is not None:
@@ -328,9 +324,6 @@ def _narrowed(bound: float, sign: int, name: str, *, is_strict: bool = False) ->
 
     Args:
         sign: 1 of a lower bound, -1 of an upper one.
-
-    Raises:
-        UserError: there is none.
     """
     lower = sign * bound  # An upper bound is a lower one of the negated numbers.
     if abs(lower) < _EXACT:

@@ -119,7 +119,6 @@ class OutputProcessor:
         return request_id in self._groups
 
     def open_ids(self) -> list[str]:
-        """Ids of all unfinished requests."""
         return list(self._groups)
 
     def clashes(self, request_id: str, n: int) -> bool:
@@ -129,7 +128,6 @@ class OutputProcessor:
     def add(
         self, request: AddRequest, prompt: str | None, metrics: RequestMetrics, *, final_only: bool
     ) -> None:
-        """Follow a request."""
         params, request_id = request.sampling_params, request.request_id
         group = _Group(request, prompt, final_only, metrics, num_open=params.n)
         if params.prompt_logprobs is not None:
@@ -164,35 +162,35 @@ class OutputProcessor:
 
     def _find(self, name: str) -> tuple[_Group, _Completion] | None:
         """An open output and its group; the first that is heard of an output begins it."""
-        found = self._begun.get(name)
-        if found is None and (group := self._open.get(name)) is not None:
+        begun = self._begun.get(name)
+        if begun is None and (group := self._open.get(name)) is not None:
             read = request_and_index(name)
             if read is not None and read[0] == group.request.request_id:
-                found = self._begun[name] = group, self._completion(group, read[1])
-        return found
+                begun = self._begun[name] = group, self._completion(group, read[1])
+        return begun
 
     def apply(self, brought: StepOutputs) -> list[str]:
         """Take what a step brought.  Returns the ids of the core's requests that a stop string
         ends; the caller then aborts them."""
         stopped: list[str] = []
         for request_id in brought.preempted:
-            if (found := self._find(request_id)) is not None:
-                found[0].metrics.num_preemptions += 1
+            if (entry := self._find(request_id)) is not None:
+                entry[0].metrics.num_preemptions += 1
         for request_id, num_cached in brought.cached_tokens.items():
-            found = self._find(request_id)
-            if found is not None and found[1].index == 0:
-                found[0].num_cached_tokens = num_cached
+            entry = self._find(request_id)
+            if entry is not None and entry[1].index == 0:
+                entry[0].num_cached_tokens = num_cached
         for request_id, started_s in brought.started.items():
-            found = self._find(request_id)
-            if found is not None and found[0].metrics.started_s is None:
-                found[0].metrics.started_s = started_s
+            entry = self._find(request_id)
+            if entry is not None and entry[0].metrics.started_s is None:
+                entry[0].metrics.started_s = started_s
         for scored in brought.scored:
-            if (found := self._find(scored.request_id)) is not None:
-                self._add_prompt_logprobs(found[0], scored)
+            if (entry := self._find(scored.request_id)) is not None:
+                self._add_prompt_logprobs(entry[0], scored)
         for finished in brought.finished:
-            if (found := self._find(finished.request_id)) is not None:
-                found[1].finish(finished)
-                self._touch(*found)
+            if (entry := self._find(finished.request_id)) is not None:
+                entry[1].finish(finished)
+                self._touch(*entry)
         if brought.tokens is None:
             return stopped
         now, begun = time.monotonic(), self._begun
@@ -201,10 +199,10 @@ class OutputProcessor:
         for row, (request_id, token_id) in enumerate(
             zip(brought.tokens.request_ids, brought.tokens.token_ids.tolist(), strict=True)
         ):
-            found = begun.get(request_id) or self._find(request_id)
-            if found is None:
+            entry = begun.get(request_id) or self._find(request_id)
+            if entry is None:
                 continue
-            group, completion = found
+            group, completion = entry
             if completion.stop_reason.__class__ is str:
                 continue  # a token before, of the same step, completed a stop string
             completion.token_ids.append(token_id)

@@ -24,10 +24,10 @@ class TokenBytes:
 
     def __call__(self, token_id: int) -> bytes:
         """The bytes of a token within a text; none for an id beyond the vocabulary."""
-        found = self._found.get(token_id)
-        if found is None:
-            found = self._found[token_id] = self._find(token_id)
-        return found
+        data = self._found.get(token_id)
+        if data is None:
+            data = self._found[token_id] = self._find(token_id)
+        return data
 
     def _find(self, token_id: int) -> bytes:
         spelled = self._tokenizer.id_to_token(token_id)

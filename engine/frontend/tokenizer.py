@@ -97,14 +97,13 @@ class Tokenizer:
             raise UserError(f"prompt is not valid Unicode: {error}") from error
         # As a batch, without offsets: that is several times faster, and lets other threads run.
         with refusing("prompt: the tokenizer fails", "give token ids, or another text"):
-            (found,) = self._tokenizer.encode_batch_fast(
+            (encoding,) = self._tokenizer.encode_batch_fast(
                 [text], add_special_tokens=add_special_tokens
             )
-        return found.ids
+        return encoding.ids
 
     @cached_property
     def most_characters(self) -> int:
-        """Characters of the longest token, as the vocabulary spells it."""
         return max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -149,7 +148,7 @@ class Tokenizer:
         """The prompt text of a conversation; encode it without adding special tokens.
 
         Args:
-            variables: of the template; ``tools`` and ``documents`` are lists of objects.
+            variables: the template's variables; ``tools`` and ``documents`` are lists of objects.
 
         Raises:
             UserError: there is no chat template, or it refuses the messages.

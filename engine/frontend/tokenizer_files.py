@@ -62,11 +62,11 @@ def load_library_tokenizer(path: Path) -> tokenizers.Tokenizer:
     data = read_bytes(path)
     with refusing(f"{path}: not a tokenizer", "download it again"):
         _check_charsmaps(msgspec.json.decode(data, type=_Parts).normalizer)
-        made = tokenizers.Tokenizer.from_buffer(data)
+        tokenizer = tokenizers.Tokenizer.from_buffer(data)
         # Both may be stored in the file and would silently change prompts.
-        made.no_truncation()
-        made.no_padding()
-    return made
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+    return tokenizer
 
 
 def try_out(tokenizer: tokenizers.Tokenizer, path: Path) -> None:
@@ -236,9 +236,9 @@ def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, tu
     files = {"default": folder / "chat_template.jinja"}
     more = folder / "additional_chat_templates"
     files |= {path.name.removesuffix(".jinja"): path for path in sorted(more.glob("*.jinja"))}
-    found = {name: (_read_text(path), path) for name, path in files.items() if path.is_file()}
-    if found:
-        return found
+    templates = {name: (_read_text(path), path) for name, path in files.items() if path.is_file()}
+    if templates:
+        return templates
     path, stored = folder / "tokenizer_config.json", config.get("chat_template")
     if stored is None and (legacy := folder / "chat_template.json").is_file():
         path, stored = legacy, read_json(legacy).get("chat_template")

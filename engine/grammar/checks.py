@@ -29,7 +29,6 @@ def grammar_setup(tokenizer_file: Path, vocab_size: int, eos_token_ids: frozense
 
 
 def is_installed() -> bool:
-    """Whether grammars can be compiled at all."""
     return find_spec("llguidance") is not None
 
 
@@ -88,7 +87,6 @@ class GrammarChecks:
         return verdict is not None
 
     def _trial(self, text: str, future: Future[None]) -> _Trial | None:
-        """A new trial, unless one runs."""
         with self._lock:
             if (trial := self._open.get(text)) is not None:
                 trial.futures.append(future)
@@ -105,7 +103,6 @@ class GrammarChecks:
             return trial
 
     def settle(self, trial: _Trial, error: str) -> None:
-        """Take the verdict of a trial."""
         with self._lock:
             self._open.pop(trial.text, None)
             self._verdicts[trial.text] = error

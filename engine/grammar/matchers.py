@@ -58,7 +58,6 @@ class Grammars:
         self.process.start()
 
     def matcher(self, text: str) -> Matcher:
-        """A matcher at the beginning of an output."""
         grammar = self._grammars.get(text)
         if grammar is None or grammar.error:
             self._num_grammars += 1
@@ -181,7 +180,6 @@ class Matcher:
         return mask
 
     def take(self, token_id: int) -> None:
-        """Advance by a token of the output."""
         if not self._tokens:
             self._output, self._row = self._grammars.new_output(), self._grammars.take_row()
             self.is_slow = self._grammar.is_slow

@@ -116,7 +116,7 @@ class Helper:
     """Does the jobs that come through a socket.
 
     Args:
-        memory: of the masks, ``num_rows`` of them.
+        memory: holds the masks, ``num_rows`` of them.
     """
 
     def __init__(self, connection: socket.socket, memory: Any, setup: Setup) -> None:
@@ -368,7 +368,6 @@ def _resident_bytes() -> int:
 
 
 def main(argv: list[str]) -> None:
-    """Serve until the process that started this one ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")

@@ -17,7 +17,6 @@ def said(matcher: Any) -> str:
 
 
 def why_no_tokenizer(path: str, error: BaseException) -> str:
-    """Why a tokenizer serves no grammars."""
     message = str(error)
     if "decoder type" in message:
         kind = re.search(r"Some\((\w+)", message)

@@ -58,10 +58,10 @@ class _Document:
         return "#" in self._good
 
     def _target(self, reference: str) -> Any:
-        found = self._schema
+        target = self._schema
         for part in reference.split("/")[1:]:
-            found = found[part.replace("~1", "/").replace("~0", "~")]
-        return found
+            target = target[part.replace("~1", "/").replace("~0", "~")]
+        return target
 
     def _holds(self, schema: Any) -> bool:
         """Whether something finite satisfies a schema, as far as references are known to."""

@@ -72,7 +72,7 @@ class Answer(Struct, frozen=True, array_like=True):
 
     Attributes:
         error: why it has none, or "".
-        mask: of the first token, for ``Compile``; see ``Ask`` otherwise.
+        mask: for ``Compile``, the mask of the first token; for ``Ask``, see there.
         is_slow: masks of this grammar have taken long lately.
         is_lost: the helper does not have the grammar or the output: compile, and ask with all
             tokens.
@@ -89,19 +89,18 @@ Message: TypeAlias = Compile | Ask | Drop
 
 
 def framed(message: Message | Answer) -> bytes:
-    """The bytes of a frame."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(_LENGTH, "little") + body
 
 
 def bodies(data: bytearray) -> list[bytes]:
     """Take the bodies of all frames that are complete from the beginning of ``data``."""
-    found, start = [], 0
+    complete, start = [], 0
     while len(data) >= (begin := start + _LENGTH):
         end = begin + int.from_bytes(data[start:begin], "little")
         if len(data) < end:
             break
-        found.append(bytes(data[begin:end]))
+        complete.append(bytes(data[begin:end]))
         start = end
     del data[:start]
-    return found
+    return complete

@@ -12,7 +12,6 @@ _Message = TypeVar("_Message", bound=Struct)
 
 
 def encode(message: Struct) -> bytes:
-    """The bytes of a message."""
     return msgpack.encode(message, enc_hook=_from_array)
 
 

@@ -46,7 +46,6 @@ class OpenOutputs(Generic[_T]):
         self._num_several = 0
 
     def __len__(self) -> int:
-        """Number of open outputs."""
         return len(self._one) + self._num_several
 
     def add(self, request_id: str, value: _T, n: int, outputs: range | None = None) -> None:
@@ -77,8 +76,8 @@ class OpenOutputs(Generic[_T]):
             return value
         if (whole := self._several.get(name)) is not None:
             return whole.value
-        found = self._find(name)
-        return None if found is None else found[0].value
+        output = self._find(name)
+        return None if output is None else output[0].value
 
     def close(self, name: str) -> tuple[_T, list[int]] | None:
         """Close an output, or all of a request that are open.
@@ -92,8 +91,8 @@ class OpenOutputs(Generic[_T]):
         if (several := self._several.get(name)) is not None:
             request_id = name
             closed = [index for index, is_open in enumerate(several.is_open) if is_open]
-        elif (found := self._find(name)) is not None:
-            several, request_id, index = found
+        elif (output := self._find(name)) is not None:
+            several, request_id, index = output
             closed = [index]
         else:
             return None
@@ -106,7 +105,6 @@ class OpenOutputs(Generic[_T]):
         return several.value, closed
 
     def clear(self) -> None:
-        """Close everything."""
         self._one.clear()
         self._several.clear()
         self._num_marked = self._num_several = 0

@@ -171,7 +171,6 @@ class StepOutputs(Struct, frozen=True):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to say."""
         return self.tokens is None and not (
             self.finished or self.preempted or self.scored or self.cached_tokens or self.started
         )

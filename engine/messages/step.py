@@ -121,7 +121,7 @@ class StepResult(Struct, frozen=True):
     Attributes:
         token_ids: [num_seqs] the token of each row; undefined where its ``num_sampled`` is 0.  A
             negative id says why there is none, see ``ops.argmax``.
-        logprobs: of the same tokens, and of ``Batch.targets``, if a request wants them.
+        logprobs: those of the same tokens and of ``Batch.targets``, if a request wants them.
     """
 
     token_ids: Ints

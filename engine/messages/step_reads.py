@@ -12,7 +12,8 @@ class CacheReads(Struct, frozen=True):
     """What the layers of one cache group read of a sequence.
 
     Attributes:
-        token_bytes: of each position that a query sees; of the whole sequence if ``per_sequence``.
+        token_bytes: bytes of each position that a query sees, or of the whole sequence if
+            ``per_sequence``.
         window: tokens that a query sees, itself included; 0: all.
         per_sequence: the layers keep a state of fixed size for a sequence.
     """

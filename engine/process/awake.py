@@ -27,8 +27,8 @@ class Awake:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, processors: int | None = None) -> None:
         self._loop = loop
-        found = len(os.sched_getaffinity(0)) if processors is None else processors
-        self._is_worth_it = found >= _SPARE_PROCESSORS
+        usable = len(os.sched_getaffinity(0)) if processors is None else processors
+        self._is_worth_it = usable >= _SPARE_PROCESSORS
         self._until, self._polls = 0.0, False
 
     def stay(self) -> None:

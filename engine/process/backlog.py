@@ -39,15 +39,14 @@ class Backlog:
         self.num_outputs += queued.num_outputs
 
     def drop(self, request_id: str) -> bool:
-        """Forget a request; returns whether it was here."""
-        found = self._queued.pop(request_id, None)
-        if found is None:
+        entry = self._queued.pop(request_id, None)
+        if entry is None:
             return False
-        self.num_outputs -= found[0].num_outputs
-        call = self._calls[found[0].call]
+        self.num_outputs -= entry[0].num_outputs
+        call = self._calls[entry[0].call]
         del call[request_id]
         if not call:
-            del self._calls[found[0].call]
+            del self._calls[entry[0].call]
         return True
 
     def take(self) -> Iterator[tuple[Queued, int]]:

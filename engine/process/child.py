@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 
@@ -54,42 +55,51 @@ _COUNTERS_S = 0.1
 """Least time between two messages of counters, in seconds."""
 
 
-class CoreServer:
-    """Steps a core for the frontends behind their sockets.
+@dataclass(frozen=True)
+class Served:
+    """An engine, as its process needs it.
 
-    Args:
-        core: what runs the requests.
-        inbox: brings requests and aborts.
-        outboxes: take outputs, one socket for each frontend.
-        replica: the number of this engine.
-        heartbeat: is written at every step, and at rest twice a second.
+    Attributes:
+        core: runs the requests.
         at_rest: does a piece of work that can wait; returns False if there is none.
-        quiet_s: seconds after a step in which ``at_rest`` is not called and this process does not
-            sleep: whoever has an answer may send a next request.  Before the first request,
-            ``at_rest`` is called at once.
         report: returns the answer to ``REPORT``.
         step_kinds: as in ``Counters``.
     """
 
+    core: Core
+    at_rest: Callable[[], bool] = lambda: False
+    report: Callable[[], dict[str, object]] = dict
+    step_kinds: Callable[[], dict[str, int]] = dict
+
+
+class CoreServer:
+    """Steps a core for the frontends behind their sockets.
+
+    Args:
+        inbox: brings requests and aborts.
+        outboxes: take outputs, one socket for each frontend.
+        heartbeat: is written at every step, and at rest twice a second.
+        replica: the number of this engine.
+        quiet_s: seconds after a step in which ``at_rest`` is not called and this process does not
+            sleep: whoever has an answer may send a next request.  Before the first request,
+            ``at_rest`` is called at once.
+    """
+
     def __init__(
         self,
-        core: Core,
+        served: Served,
         inbox: zmq.Socket[bytes],
         outboxes: Sequence[zmq.Socket[bytes]],
         heartbeat: Heartbeat,
         *,
         replica: int = 0,
-        at_rest: Callable[[], bool] = lambda: False,
         quiet_s: float = AWAKE_S,
-        report: Callable[[], dict[str, object]] = dict,
-        step_kinds: Callable[[], dict[str, int]] = dict,
     ) -> None:
-        self._core, self._inbox, self._outboxes = core, inbox, outboxes
+        self._served, self._core = served, served.core
+        self._inbox, self._outboxes = inbox, outboxes
         self._replica, self._owners = replica, Owners(len(outboxes))
-        self._backlog = Backlog()
-        self._heartbeat, self._at_rest = heartbeat, at_rest
+        self._backlog, self._heartbeat = Backlog(), heartbeat
         self._quiet_s, self._quiet_from = quiet_s, 0.0
-        self._report, self._step_kinds = report, step_kinds
         self._stopping = False
         self._num_steps, self._step_s, self._rest_s = 0, 0.0, 0.0
         self._counted_at = 0.0
@@ -130,7 +140,7 @@ class CoreServer:
             num_steps=self._num_steps,
             step_s=self._step_s,
             rest_s=self._rest_s,
-            step_kinds=self._step_kinds(),
+            step_kinds=self._served.step_kinds(),
         )
         for frontend in range(len(self._outboxes)):
             self._send(frontend, Kind.COUNTERS, counters)
@@ -143,7 +153,7 @@ class CoreServer:
         start = time.monotonic()
         self._heartbeat.beat(self._num_steps)
         if not self._comes_soon():
-            self._inbox.poll(0 if self._at_rest() else ceil(_BEAT_S * 1e3))
+            self._inbox.poll(0 if self._served.at_rest() else ceil(_BEAT_S * 1e3))
         self._rest_s += time.monotonic() - start
 
     def _comes_soon(self) -> bool:
@@ -175,7 +185,7 @@ class CoreServer:
         elif kind is Kind.ABORT:
             self._abort(decode(body, AbortRequests))
         elif kind is Kind.REPORT:
-            self._send(frontend, Kind.REPORT, Report(self._report()))
+            self._send(frontend, Kind.REPORT, Report(self._served.report()))
         elif kind is Kind.STOP:
             self._stopping = True
 
@@ -255,23 +265,15 @@ def _serve(
         max_model_len=engine.inputs.max_model_len,
         eos_token_ids=engine.eos_token_ids,
         limits=core.limits,
-        max_num_seqs=core.scheduler.max_num_seqs,
+        max_num_seqs=core.scheduler.step_limits.max_num_seqs,
     )
 
     def step_kinds() -> dict[str, int]:
         counts = engine.dispatcher.counters.items()
         return {f"{step}/{graph}": count for (step, graph), count in counts}
 
-    server = CoreServer(
-        core,
-        inbox,
-        outboxes,
-        heartbeat,
-        replica=place.replica,
-        at_rest=engine.capture_next,
-        report=engine.report,
-        step_kinds=step_kinds,
-    )
+    served = Served(core, engine.capture_next, engine.report, step_kinds)
+    server = CoreServer(served, inbox, outboxes, heartbeat, replica=place.replica)
     if is_installed() and engine.inputs.tokenizer is not None:
         engine.grammars.start()
     with gc_paused() as added, engine.on_device():

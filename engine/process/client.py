@@ -71,9 +71,8 @@ class EngineClient:
     processes.  All methods are called on one event loop.
 
     Args:
-        options: of each engine, checked by ``check_start``.
-        seat: among the clients that share the engines.
-        on_step: called with each step's message, after its outputs were shown.
+        options: options of each engine, checked by ``check_start``.
+        seat: this client's place among those that share the engines.
         on_death: called once if a process ends unasked.
     """
 
@@ -82,11 +81,12 @@ class EngineClient:
         options: EngineOptions,
         seat: Seat = _ALONE,
         *,
-        on_step: Callable[[StepOutputs], None] = lambda outputs: None,
         on_death: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         self.options, self.seat = options, seat
-        self.on_step, self.on_death = on_step, on_death
+        self.on_death = on_death
+        self.on_step: Callable[[StepOutputs], None] = lambda outputs: None
+        """Called with each step's message, after its outputs were shown."""
         self.on_finished: Callable[[RequestOutput], None] = lambda output: None
         """Called with the last output of each request."""
         self.dead: Exception | None = None
@@ -160,10 +160,7 @@ class EngineClient:
         router = Router(len(self.replicas), num_blocks, least.limits.block_size)
         self.core = RemoteCore(self._send, router, least.limits, self._stats)
         self.loop = EngineLoop(
-            core=self.core,
-            inputs=inputs,
-            eos_token_ids=least.eos_token_ids,
-            shares_lists=True,
+            core=self.core, inputs=inputs, eos_token_ids=least.eos_token_ids, shares_lists=True
         )
         self.loop.stats = None
         self.max_num_seqs = sum(ready.max_num_seqs for ready in told)
@@ -194,11 +191,9 @@ class EngineClient:
         return self.core.num_unfinished + self._num_unqueued if self.is_ready else 0
 
     def num_open_at(self, replica: int) -> int:
-        """Number of those outputs that a replica generates."""
         return self.core.num_open_at(replica) if self.is_ready else 0
 
     async def in_thread(self, work: Callable[[], _T]) -> _T:
-        """Run what would hold up the event loop."""
         return await self._event_loop.run_in_executor(self._pool, work)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -47,7 +47,6 @@ class OutputStream:
 
     @property
     def is_done(self) -> bool:
-        """Whether the last output of every request was taken."""
         return not self.open and not self._newest and self._error is None
 
     async def next(self) -> list[RequestOutput]:

@@ -12,7 +12,7 @@ class Owners:
     """Splits what a step brought by the frontends that wait for it.
 
     Args:
-        count: of frontends; with one there is nothing to split.
+        count: number of frontends; with one there is nothing to split.
     """
 
     def __init__(self, count: int) -> None:
@@ -20,7 +20,6 @@ class Owners:
         self._of = OpenOutputs[int]()
 
     def add(self, request: AddRequest, frontend: int) -> None:
-        """Note who has asked for a request."""
         if self._count > 1:
             n, indices = request.sampling_params.n, request.indices
             self._of.add(request.request_id, frontend, n, indices)

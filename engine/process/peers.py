@@ -18,7 +18,7 @@ class Peers:
     """Asks all other frontends at once, and answers what they ask.
 
     Args:
-        seat: of this frontend.
+        seat: this frontend's place among all.
         folder: where their sockets are.
     """
 
@@ -55,13 +55,12 @@ class Peers:
                 del self._waiting[key]
 
     def handle(self, kind: Kind, sender: int, body: memoryview) -> None:
-        """Take a question or an answer."""
         if kind is Kind.QUESTION:
             asked = decode(body, Question)
             answer = Answer(asked.number, self.answer(asked.what, asked.names))
             self._sockets[sender].send(frame(Kind.ANSWER, self._index, answer), zmq.NOBLOCK)
             return
-        given = decode(body, Answer)
-        waiting = self._waiting.get((given.number, sender))
+        received = decode(body, Answer)
+        waiting = self._waiting.get((received.number, sender))
         if waiting is not None and not waiting.done():
-            waiting.set_result(given.facts)
+            waiting.set_result(received.facts)

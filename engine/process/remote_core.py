@@ -63,7 +63,6 @@ class RemoteCore:
             self._send(replica, Kind.ABORT, AbortRequests(names))
 
     def step(self) -> StepOutputs:
-        """The oldest message that has come."""
         outputs = self.arrived.popleft()
         for each in outputs.finished:
             self._router.close(each.request_id)
@@ -78,7 +77,6 @@ class RemoteCore:
         return len(self._router)
 
     def num_open_at(self, replica: int) -> int:
-        """Number of outputs that a replica has not finished."""
         return self._router.num_open(replica)
 
     @property

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import zmq
 from msgspec import Struct
 
 from ...config import EngineOptions, UserError
+from ..ranks.lifetime import how_ended
 from .heartbeat import Heartbeat
 from .wire import (
     Counters,
@@ -35,9 +35,9 @@ class Replica:
     """Sends to an engine's process, and knows what it has told of itself.
 
     Args:
-        number: among the replicas.
-        seat: of the frontend.
-        options: to start the process with; None: another frontend has started it.
+        number: the replica's number, from 0.
+        seat: the frontend's place among all.
+        options: what to start the process with; None if another frontend has started it.
         on_exit: called once with this and how the process has ended, which it may do unasked.
 
     Raises:
@@ -86,7 +86,6 @@ class Replica:
         )
 
     def send(self, kind: Kind, message: Struct | None = None) -> None:
-        """Send a message; it waits for nobody."""
         self._requests.send(frame(kind, self._seat.index, message), zmq.NOBLOCK)
 
     def fail(self, error: Exception) -> None:
@@ -98,11 +97,8 @@ class Replica:
 
     def _take_exit(self) -> None:
         self._unwatch()
-        how = "it was lost"
-        if self._process is not None:
-            code = self._process.wait()
-            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        self._on_exit(self, how)
+        process = self._process
+        self._on_exit(self, "it was lost" if process is None else how_ended(process.wait()))
 
     def _unwatch(self) -> None:
         if self._exited is not None:

@@ -38,11 +38,9 @@ class Router:
         self._open = OpenOutputs[bytes]()  # the replica of each output of a request
 
     def __len__(self) -> int:
-        """Number of open outputs."""
         return len(self._open)
 
     def num_open(self, replica: int) -> int:
-        """Number of outputs that are open at a replica."""
         return self._num_open[replica]
 
     def choose(self, request: AddRequest) -> dict[int, range]:
@@ -91,7 +89,6 @@ class Router:
         return list(replicas)
 
     def clear(self) -> None:
-        """Forget all open requests."""
         self._open.clear()
         self._num_open = [0] * len(self._num_open)
 

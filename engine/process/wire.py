@@ -36,8 +36,8 @@ class Seat(Struct, frozen=True):
     """The place of a frontend among those that share engines.
 
     Attributes:
-        index: of ``count`` frontends.  The first starts the engines, one a replica; the others
-            find them by ``folder``, where all sockets are made, and ``pids``.
+        index: the frontend's number among ``count``.  The first starts the engines, one a replica;
+            the others find them by ``folder``, where all sockets are made, and ``pids``.
     """
 
     index: int = 0
@@ -90,12 +90,10 @@ class Queued(Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, request: AddRequest) -> Queued:
-        """The message of a request."""
         call = request.call or request.request_id
         return cls(request.request_id, len(request.indices), call, encode(request))
 
     def read(self) -> AddRequest:
-        """The request."""
         return decode(self.request, AddRequest)
 
 
@@ -132,7 +130,6 @@ class Counters(Struct, frozen=True):
 
 
 def frame(kind: Kind, sender: int, message: Struct | None = None) -> bytes:
-    """The bytes of a frame."""
     return bytes((kind, sender)) + (b"" if message is None else encode(message))
 
 
@@ -142,12 +139,10 @@ def unframed(data: bytes) -> tuple[Kind, int, memoryview]:
 
 
 def requests_address(folder: Path, replica: int) -> str:
-    """The socket on which an engine hears."""
     return f"ipc://{folder}/requests{replica}"
 
 
 def outputs_address(folder: Path, frontend: int) -> str:
-    """The socket on which a frontend hears."""
     return f"ipc://{folder}/outputs{frontend}"
 
 

@@ -101,7 +101,6 @@ class Follower:
 
 
 def start_worker(link: Link) -> Worker:
-    """Start as rank 0 says."""
     # Only now, when this process ends with its parent: the import of torch takes seconds.  Rank 0
     # imports it meanwhile.
     import logging
@@ -132,7 +131,6 @@ def start_worker(link: Link) -> Worker:
 
 
 def serve(link: Link, worker: Worker) -> None:
-    """Run batches until rank 0 says ``STOP``."""
     import torch
 
     in_flight: deque[LaunchedStep] = deque()
@@ -150,7 +148,6 @@ def serve(link: Link, worker: Worker) -> None:
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Run a rank's process."""
     link = Link(socket.socket(fileno=int(argv[0])))
     end_with(int(argv[1]))
     leave_signals_to_the_parent()

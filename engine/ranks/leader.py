@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 import torch
 from msgspec import Struct
@@ -29,7 +29,7 @@ from ..worker.peers import RankGroup, meeting_store
 from ..worker.place import LOOPBACK, places
 from ..worker.source import artifact_store
 from .executor import StartedRanks, start_others
-from .lifetime import BROKEN, LOOK_S, STOPPED, StoppedWatch, how_ended
+from .lifetime import BROKEN, LOOK_S, STOPPED, StoppedWatch, how_rank_ended
 from .link import ArtifactFolder, ArtifactKey, Ended, Kind, Link, RankFailed, Start
 from .ray import LOST, RayRank, RayRanks
 from .torchrun import Joined, joined_ranks
@@ -56,7 +56,7 @@ class Leader:
     thread that drives the engine.
 
     Args:
-        options, hardware: of rank 0; the others get the same.
+        options, hardware: those of rank 0; the others get the same.
         torchrun: the others are torchrun's processes, and are waited for.
         others: the other ranks, if they have been started; they end with this.
 
@@ -108,7 +108,6 @@ class Leader:
     # What rank 0's worker calls
 
     def check(self) -> None:
-        """Raise what ended a rank."""
         if self._failure is not None:
             raise self._failure
 
@@ -121,19 +120,16 @@ class Leader:
         stages = [key(number).factors for number in range(self._sizes[1])]
         for rank, body in self._wait_for(Kind.KEY).items():
             ours = {name: str(value) for name, value in stages[rank // self._sizes[0]].items()}
-            found = differences(ours, decode(body, ArtifactKey).factors)
-            if found:
+            differing = differences(ours, decode(body, ArtifactKey).factors)
+            if differing:
                 raise UserError(
                     f"rank {rank}{self._where(rank)} would run another program than rank 0 (rank 0 "
-                    f"-> rank {rank}): {', '.join(map(str, found))}; start all ranks from one "
+                    f"-> rank {rank}): {', '.join(map(str, differing))}; start all ranks from one "
                     "installation, on equal GPUs"
                 )
 
-    @contextmanager
-    def store(self, config: StoreConfig) -> Iterator[Store]:
-        """Rank 0's own store."""
-        with artifact_store(config) as store:
-            yield store
+    def store(self, config: StoreConfig) -> AbstractContextManager[Store]:
+        return artifact_store(config)  # rank 0's own
 
     def share(self, artifact: Artifact) -> None:
         """Have every rank load the artifact of its stage's first rank on its host, which for this
@@ -173,7 +169,6 @@ class Leader:
     # What the engine calls
 
     def ready(self) -> None:
-        """Wait until every rank waits for steps."""
         self._wait_for(Kind.READY)
 
     def capture_next(self) -> None:
@@ -181,7 +176,6 @@ class Leader:
         self.send(Kind.CAPTURE)
 
     def report(self) -> list[int]:
-        """The processes of the other ranks."""
         return [process.pid for process in self._processes.values()]
 
     def peer_memory(self) -> str:
@@ -221,7 +215,6 @@ class Leader:
         self._fail(EngineDeadError(reason))
 
     def stop(self) -> None:
-        """End the ranks, and wait for it."""
         with self._changed:
             if self._closed:
                 return
@@ -316,7 +309,7 @@ class Leader:
             selector.unregister(exited)
             os.close(exited)
             code = process.wait()
-            self._ended[rank] = _UNKNOWN if code is None else how_ended(code)
+            self._ended[rank] = _UNKNOWN if code is None else how_rank_ended(code)
 
         selector.register(exited, selectors.EVENT_READ, end)
         self._stopped[rank] = StoppedWatch(process.pid)

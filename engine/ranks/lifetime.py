@@ -44,9 +44,12 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 def how_ended(code: int) -> str:
     """How a process has ended, from its exit code as ``Popen`` gives it."""
-    if code < 0:
-        return f"signal {signal.Signals(-code).name}"
-    return BROKEN if code == LOST_LINK else f"exit code {code}"
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def how_rank_ended(code: int) -> str:
+    """How a rank's process has ended."""
+    return BROKEN if code == LOST_LINK else how_ended(code)
 
 
 class StoppedWatch:

@@ -41,7 +41,7 @@ class Start(Struct, frozen=True):
 
     Attributes:
         store: where the process group is made, see ``meeting_store``.
-        num_threads: of torch's kernels on a CPU: generated code depends on it.
+        num_threads: threads of torch's CPU kernels, on which generated code depends.
     """
 
     options: EngineOptions
@@ -55,7 +55,7 @@ class Hello(Struct, frozen=True):
     """A rank says who it is.  Ranks of torchrun give their number alone.
 
     Attributes:
-        pid: of the rank's process.
+        pid: the rank's process id.
         versions: what must be equal on all hosts.
     """
 

@@ -187,9 +187,6 @@ class RayRanks:
         """Returns the resource of which a rank needs one, the bundles to ask for, and this node.  A
         stage is one bundle, which lies on one node, if the nodes have room for that; else each rank
         is one.
-
-        Raises:
-            UserError: the cluster, or this node, has too few.
         """
         import ray
 
@@ -214,11 +211,7 @@ class RayRanks:
         return unit, [bundle] * count, home
 
     def _reserve(self, unit: str, bundles: list[dict[str, float]], home: str) -> None:
-        """Wait for the bundles, the first of which is on this node.
-
-        Raises:
-            UserError: others have what the cluster has.
-        """
+        """Wait for the bundles, the first of which is on this node."""
         import ray
 
         at_home: list[dict[str, str]] = [{"ray.io/node-id": home}]
@@ -237,11 +230,7 @@ class RayRanks:
                 )
 
     def _call(self, unit: str, num_bundles: int) -> None:
-        """Start an actor a rank, and wait until all have come.
-
-        Raises:
-            UserError: one cannot start, or differs from rank 0.
-        """
+        """Start an actor a rank, and wait until all have come."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -288,10 +277,10 @@ class RayRanks:
         """The node to which Ray has given the bundle of a rank, for messages."""
         import ray
 
-        given = ray.util.placement_group_table(self._bundles)["bundles_to_node_id"]
-        node = given.get(rank * len(given) // self._options.num_ranks)
-        found = [each["NodeManagerAddress"] for each in ray.nodes() if each["NodeID"] == node]
-        return f" on Ray's node {found[0]}" if found else ""
+        nodes = ray.util.placement_group_table(self._bundles)["bundles_to_node_id"]
+        node = nodes.get(rank * len(nodes) // self._options.num_ranks)
+        addresses = [each["NodeManagerAddress"] for each in ray.nodes() if each["NodeID"] == node]
+        return f" on Ray's node {addresses[0]}" if addresses else ""
 
     def _greet(self, end: socket.socket, secret: bytes) -> None:
         """Take a rank in; whoever does not know the secret is not listened to.
@@ -319,9 +308,9 @@ def _checked(body: bytes, address: str) -> Hello:
         hello = decode(body, Hello)
     except MsgspecError as error:
         raise UserError(f"Ray's node {address} has {_ANOTHER}") from error
-    if found := differences(versions(), hello.versions):
+    if differing := differences(versions(), hello.versions):
         raise UserError(
-            f"Ray's node {address} has {_ANOTHER} (here -> there): {', '.join(map(str, found))}"
+            f"Ray's node {address} has {_ANOTHER} (here -> there): {', '.join(map(str, differing))}"
         )
     return hello
 
@@ -334,9 +323,6 @@ def _listen(address: str) -> socket.socket:
 def _as_numbered_here(place: Place) -> Place:
     """Rank 0's place, whose process began before Ray gave it a GPU: it numbers its host's GPUs by
     its own environment.
-
-    Raises:
-        UserError: that hides one of them.
     """
     names = place.visible_gpus.split(",")
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")

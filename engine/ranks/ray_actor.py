@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ..worker.place import Seat
-from .lifetime import BROKEN, LOOK_S, STOPPED, StoppedWatch, how_ended
+from .lifetime import BROKEN, LOOK_S, STOPPED, StoppedWatch, how_rank_ended
 from .link import Ended, Hello, Kind, Link
 from .spawn import start_follower
 
@@ -81,7 +81,7 @@ def _watch(end: socket.socket, process: subprocess.Popen[bytes] | None) -> str:
         while True:
             ready = dict(poll.poll(LOOK_S * 1e3))
             if exited in ready:
-                return how_ended(process.wait())
+                return how_rank_ended(process.wait())
             if ready:
                 return BROKEN
             if stopped.look():
@@ -107,9 +107,9 @@ def versions() -> dict[str, str]:
     for folder in ("config", "engine", "model_executor"):
         for file in sorted((_PACKAGE / folder).rglob("*.py")):
             sources.update(file.read_bytes())
-    found = {"machine": platform.machine(), "Python": platform.python_version()}
-    found["sources of fusewright"] = sources.hexdigest()[:12]
+    named = {"machine": platform.machine(), "Python": platform.python_version()}
+    named["sources of fusewright"] = sources.hexdigest()[:12]
     for package in ("torch", "msgspec", "numpy"):
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+            named[package] = version(package)
+    return named

@@ -32,7 +32,6 @@ class RanksRunner:
         self._leader, self._runner = leader, runner
 
     def launch(self, batch: Batch) -> StepOfRanks:
-        """Send the batch to the others, then enqueue it here."""
         self._leader.send(Kind.STEP, batch)
         try:
             with self._leader.guard():

@@ -41,10 +41,7 @@ class OneRank(Alone):
 
 
 def start_ranks(
-    options: EngineOptions,
-    spec: ModelSpec,
-    hardware: Hardware,
-    others: StartedRanks | None = None,
+    options: EngineOptions, spec: ModelSpec, hardware: Hardware, others: StartedRanks | None = None
 ) -> OneRank | Leader:
     """Tell the processes of all ranks but 0, which is this one, what to be; returns at once.  They
     are started unless they have been.  Under torchrun, which has started them, another rank does

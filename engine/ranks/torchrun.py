@@ -53,15 +53,15 @@ class Torchrun(NamedTuple):
         if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys():
             return None
         world = os.environ["WORLD_SIZE"]
-        given = {"RANK": os.environ["RANK"], "WORLD_SIZE": world}
-        given["LOCAL_WORLD_SIZE"] = os.environ.get("LOCAL_WORLD_SIZE", world)
-        for name, value in given.items():
+        variables = {"RANK": os.environ["RANK"], "WORLD_SIZE": world}
+        variables["LOCAL_WORLD_SIZE"] = os.environ.get("LOCAL_WORLD_SIZE", world)
+        for name, value in variables.items():
             if not value.isdecimal():
                 raise UserError(
                     f"{name}={value!r} in the environment: expected a number, as torchrun sets it; "
                     "unset RANK, WORLD_SIZE and LOCAL_RANK to start ranks without torchrun"
                 )
-        return cls(*map(int, given.values()))
+        return cls(*map(int, variables.values()))
 
 
 def join_torchrun(tensor_parallel_size: int, pipeline_parallel_size: int = 1) -> Torchrun | None:
@@ -98,8 +98,8 @@ def _store() -> Store:
     """The store through which the processes of this torchrun meet."""
     from torch.distributed.rendezvous import rendezvous
 
-    found: Store = next(rendezvous("env://", timeout=_STORE_TIMEOUT))[0]
-    return found
+    store: Store = next(rendezvous("env://", timeout=_STORE_TIMEOUT))[0]
+    return store
 
 
 class Joined:
@@ -159,8 +159,9 @@ def joined_ranks(
 
 def _peer(end: socket.socket) -> int:
     """The process at the other end of a Unix socket."""
-    found = struct.Struct("=3i")
-    pid: int = found.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, found.size))[0]
+    form = struct.Struct("=3i")
+    credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, form.size)
+    pid: int = form.unpack(credentials)[0]
     return pid
 
 

@@ -14,7 +14,6 @@ from ..messages.requests import CoreStats
 
 
 def driver_bytes(hardware: Hardware) -> int:
-    """Device memory in use as the driver counts it; 0 on a CPU."""
     if hardware.device == "cpu":
         return 0
     free, total = torch.cuda.mem_get_info()

@@ -17,9 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ...compiler.run.program import Program
 from ...config import FEED, HIDDEN, TOKEN_IDS, slot_mapping_of
-from ...graph_capture import Dispatch, Dispatcher, GraphKind, Graphs, StepBuffers
+from ...graph_capture import Dispatch, GraphKind, Graphs
 from ..messages.cache_group import CacheGroup
 from ..messages.step import Batch, Ints, Logprobs, StepResult
 from .peers import RankGroup
@@ -74,7 +73,6 @@ class LaunchedStep:
     done: torch.cuda.Event | None
 
     def wait(self) -> None:
-        """Wait for the step."""
         if self.done is not None:
             self.done.synchronize()
 
@@ -91,10 +89,8 @@ class ModelRunner:
     """Launches batches in order on the current stream.
 
     Args:
-        program: bound to weights and KV caches.
-        graphs: the graphs of that program; a missing one is captured when a step needs it.
-        dispatcher: chooses the graph of every step, and counts.
-        buffers: the static inputs that the graphs read.
+        graphs: those of the program, which is bound to weights and KV caches; a missing one is
+            captured when a step needs it.
         sampler: turns logits into tokens.
         table: implementations of the ops that run outside of the program.
         block_size: tokens a KV block.
@@ -107,10 +103,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        program: Program,
         graphs: Graphs,
-        dispatcher: Dispatcher,
-        buffers: StepBuffers,
         sampler: Sampler,
         table: OpTable,
         *,
@@ -120,16 +113,16 @@ class ModelRunner:
         ranks: RankGroup | None = None,
     ) -> None:
         self._ranks, self._repeats = ranks, repeats
-        self._program, self.graphs, self._dispatcher = program, graphs, dispatcher
-        self._buffers, self.sampler, self._ops = buffers, sampler, table
+        self.graphs, self.sampler, self._ops = graphs, sampler, table
+        self._buffers = buffers = graphs.buffers
         self._tables = BlockTables(groups, block_size, buffers.max_seqs, buffers.max_blocks)
         self._on_gpu = sampler.last_tokens.device.type == "cuda"
 
-    def with_program(self, program: Program, graphs: Graphs, dispatcher: Dispatcher) -> ModelRunner:
+    def with_graphs(self, graphs: Graphs) -> ModelRunner:
         """A runner of another program over the same buffers, block tables and sampled tokens: the
         two may take turns."""
         other = copy.copy(self)
-        other._program, other.graphs, other._dispatcher = program, graphs, dispatcher
+        other.graphs = graphs
         return other
 
     @torch.inference_mode()
@@ -137,7 +130,9 @@ class ModelRunner:
         """Enqueue one step and return without waiting for the device."""
         self._tables.update(batch)
         num_seqs = batch.num_seqs
-        dispatch = self._dispatcher.choose(batch.num_tokens, num_seqs, query_len=batch.query_len)
+        dispatch = self.graphs.dispatcher.choose(
+            batch.num_tokens, num_seqs, query_len=batch.query_len
+        )
         self.graphs.ensure(dispatch)
         self._write_inputs(batch, dispatch)
         logits = self._run_stage(dispatch, batch)
@@ -188,7 +183,7 @@ class ModelRunner:
         views = self._buffers.views(num_tokens=padded, num_seqs=num_seqs)
         if dispatch.kind is GraphKind.PIECEWISE:
             return self.graphs.replay_piecewise(padded, views)
-        return self._program.run(views)
+        return self.graphs.program.run(views)
 
     def _write_inputs(self, batch: Batch, dispatch: Dispatch) -> None:
         """Write the static inputs, padded to the dispatched sizes.  Padding tokens are stored

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from threading import Event, Thread
 from typing import Protocol
@@ -42,9 +42,9 @@ class RankGroup:
     stage.  What is exchanged is enqueued on the current stream.
 
     Args:
-        place: of this rank.
+        place: this rank's host, GPU and number.
         meeting: opens the store in which the ranks meet; called while they are watched.
-        device: of the tensors; "cuda" ones go over NCCL and peer memory, others over gloo.
+        device: where tensors are; those on "cuda" go over NCCL and peer memory, others over gloo.
         check: raises if a rank has ended; called while the others are waited for.
 
     Raises:
@@ -120,7 +120,6 @@ class RankGroup:
         self._groups[STAGES].recv([tensor], stage, 0).wait()
 
     def least(self, value: int) -> int:
-        """The smallest of all ranks' values."""
         return self._least_of(*self._groups, value=value)
 
     def _least_of(self, *names: str, value: int) -> int:
@@ -138,7 +137,6 @@ class RankGroup:
                 group.abort()
 
     def close(self) -> None:
-        """Leave the group."""
         self._stack.close()
 
 
@@ -224,10 +222,8 @@ class Alone:
     def agree(self, key: Callable[[int], Key]) -> None:
         """Nobody else has a key."""
 
-    @contextmanager
-    def store(self, config: StoreConfig) -> Iterator[Store]:
-        with artifact_store(config) as store:
-            yield store
+    def store(self, config: StoreConfig) -> AbstractContextManager[Store]:
+        return artifact_store(config)
 
     def share(self, artifact: Artifact) -> None:
         """Nobody else waits for it."""

@@ -50,11 +50,11 @@ def places(size: int, num_stages: int, seats: Sequence[Seat] = ()) -> list[Place
     """The place of every rank; without ``seats`` all run on this host, each on the GPU of its own
     number."""
     seats = seats or [Seat()] * (size * num_stages)
-    found = []
+    gpus = []
     for rank, seat in enumerate(seats):
         beside = [other for other, theirs in enumerate(seats) if theirs.host == seat.host]
         stage = range(rank // size * size, rank // size * size + size)
-        found.append(
+        gpus.append(
             Place(
                 rank,
                 size,
@@ -66,4 +66,4 @@ def places(size: int, num_stages: int, seats: Sequence[Seat] = ()) -> list[Place
                 next(other for other in stage if other in beside),
             )
         )
-    return found
+    return gpus

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ... import ops
 from ...compiler.artifacts.factors import measured_factors, source_factors, toolchain_factors
-from ...compiler.artifacts.key import Key
+from ...compiler.artifacts.key import Key, Wanted
 from ...compiler.artifacts.scratch import scratch_folder
 from ...compiler.artifacts.store import Store, open_store
 from ...compiler.capture.source import Example, Repeat, Source
@@ -141,23 +141,20 @@ def find_or_compile(
         return model_source(spec, config)
 
     key = artifact_key(spec, config)
+    wanted = Wanted(
+        key,
+        keys_as_good(key, config),
+        artifact_label(spec, config),
+        config.hardware.device,
+        config.hardware.sm,
+    )
+    require = config.store.require if require is None else require
     return compile(
-        source,
-        config.compile,
-        key=key,
-        as_good=keys_as_good(key, config),
-        store=store,
-        require=config.store.require if require is None else require,
-        label=artifact_label(spec, config),
-        device=config.hardware.device,
-        sm=config.hardware.sm,
-        on_phase=on_phase,
-        record=record,
+        source, config.compile, wanted, store, require=require, on_phase=on_phase, record=record
     )
 
 
 def artifact_label(spec: ModelSpec, config: ResolvedConfig) -> str:
-    """A description of the artifact for people."""
     hardware = config.hardware
     target = f"sm_{hardware.sm}" if hardware.sm else hardware.device
     precision = config.precision
@@ -195,10 +192,10 @@ def model_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
     device = torch.device(config.hardware.device)
     with FakeTensorMode():
         model = fake_model(short, device)
-        given = example(short, config.cache.block_size, device)
+        inputs = example(short, config.cache.block_size, device)
     return Source(
         model,
-        given,
+        inputs,
         Repeat(
             "layers",
             layers,

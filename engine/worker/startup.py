@@ -23,21 +23,8 @@ from ...compiler.capture.source import WEIGHTS
 from ...compiler.compiled import LOOKUPS, Compiled
 from ...compiler.lowering.check_kernels import check_kernels
 from ...compiler.run.program import Program, eager_program
-from ...config import (
-    EngineOptions,
-    Hardware,
-    ResolvedConfig,
-    UserError,
-    resolve,
-    step_schema,
-)
-from ...graph_capture import (
-    Dispatcher,
-    Graphs,
-    StepBuffers,
-    make_backend,
-    say_free,
-)
+from ...config import EngineOptions, Hardware, ResolvedConfig, UserError, resolve, step_schema
+from ...graph_capture import Dispatcher, Graphs, StepBuffers, make_backend, say_free
 from ...model_executor.cache_spec import LayerGroup
 from ...model_executor.hf_config import model_folder, model_limits, read_spec
 from ...model_executor.kv_cache import allocate_kv_caches, kv_cache_bytes_per_block
@@ -51,13 +38,7 @@ from .memory import outside_bytes
 from .missing_kernels import say_where_csrc_is_missing
 from .peers import Alone, Peers
 from .progress import Progress
-from .source import (
-    artifact_key,
-    find_or_compile,
-    first_input,
-    kv_cache_name,
-    module_arguments,
-)
+from .source import artifact_key, find_or_compile, first_input, kv_cache_name, module_arguments
 from .startup_report import StartupReport
 from .untuned_experts import say_how_to_tune
 
@@ -183,7 +164,7 @@ def compile_model(
         names = list(dict.fromkeys([first_input(spec), *(field.name for field in fields)]))
         names += [kv_cache_name(i) for i in range(spec.num_layers)]
         return Compiled(
-            eager_program(weights.result(), lambda given: module_arguments(given, spec), names)
+            eager_program(weights.result(), lambda values: module_arguments(values, spec), names)
         )
 
     def on_phase(phase: str) -> None:
@@ -221,7 +202,6 @@ def compile_model(
 
 
 def block_groups(groups: Sequence[LayerGroup]) -> tuple[CacheGroup, ...]:
-    """Describe the groups of layers as the scheduler needs them."""
     specs = [group.spec for group in groups]
     return tuple(CacheGroup(spec.window, spec.kind.per_sequence) for spec in specs)
 
@@ -283,7 +263,7 @@ def num_kv_blocks(
     batch can use.
 
     Args:
-        groups: of the whole model, of which ``spec`` may be a stage.
+        groups: the whole model's groups; ``spec`` may be a stage of it.
 
     Raises:
         UserError: not even one block fits.
@@ -324,11 +304,7 @@ def make_graphs(
 
 @torch.inference_mode()
 def warm_up(
-    program: Program,
-    spec: ModelSpec,
-    config: ResolvedConfig,
-    buffers: StepBuffers,
-    graphs: Graphs,
+    program: Program, spec: ModelSpec, config: ResolvedConfig, buffers: StepBuffers, graphs: Graphs
 ) -> Needs:
     """On a GPU, run the largest step and decodes and capture the largest graphs, over a KV cache of
     one block.  This measures the memory that they need, and lets kernels and libraries allocate

@@ -45,7 +45,6 @@ class StartupReport:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Length of each phase by name."""
         return {phase.name: phase.seconds for phase in self.phases}
 
     def to_json(self) -> dict[str, Any]:

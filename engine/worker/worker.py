@@ -37,7 +37,7 @@ class Worker:
     """A model that is ready to run batches, or the part of it that one rank holds.
 
     Args:
-        folder, spec, config: of ``read_model``.
+        folder, spec, config: what ``read_model`` returned.
         peers: the other ranks.
 
     Raises:
@@ -89,10 +89,7 @@ class Worker:
             capture(self.graphs, config, progress)
         self.reads = step_reads(self.weights.result(), spec, config)
         self.runner = ModelRunner(
-            program,
             self.graphs,
-            self.dispatcher,
-            self.buffers,
             sampler,
             self.table,
             block_size=config.cache.block_size,

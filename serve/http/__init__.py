@@ -1,6 +1,7 @@
 """The HTTP server: OpenAI's API over an engine in a process of its own.
 
-A body becomes a pydantic model (``protocol``), that becomes prompts and ``SamplingParams``
-(``completions``, ``chat``), those go to the engine (``state``), and its outputs come back as one
-answer or as server-sent events (``events``).  ``life`` starts and drains the whole.
+Bytes become a checked body (``intake``); an endpoint (``endpoints``) makes prompts and
+``SamplingParams`` of it and submits them as a job (``jobs``), whose outputs come back as one answer
+or as server-sent events.  ``calls`` finds the calls of tools in them.  ``life`` starts and drains
+the whole.
 """

@@ -15,22 +15,11 @@ from starlette.types import ASGIApp, Scope
 
 from ... import __version__
 from ...config import UserError
-from .chat import chat_completions
-from .completions import completions
-from .errors import ApiError, api_error, json_response
-from .events import ClientGone
-from .guard import Guard
-from .protocol import (
-    AbortRequest,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    ResponsesRequest,
-    TokenizeRequest,
-)
-from .responses import responses
-from .state import ServerState
-from .tools import (
+from .endpoints.chat import chat_completions
+from .endpoints.completions import completions
+from .endpoints.events import ClientGone
+from .endpoints.responses import responses
+from .endpoints.service import (
     abort_requests,
     detokenize,
     health,
@@ -42,6 +31,17 @@ from .tools import (
     tokenize,
     version,
 )
+from .guard import Guard
+from .intake.errors import ApiError, api_error, json_response
+from .intake.protocol import (
+    AbortRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+)
+from .jobs.state import ServerState
 
 _Endpoint = Callable[[Request], Awaitable[Response]]
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import ApiError
-from .hosts import host_name, is_named, is_private
-from .state import ADMIN, ServerState, Settings
+from .intake.errors import ApiError
+from .intake.hosts import host_name, is_named, is_private
+from .jobs.state import ADMIN, ServerState, Settings
 
 _OPEN = ("/", "/live", "/health", "/version")
 """Paths that need no key: whoever supervises the process asks them."""
@@ -62,13 +62,13 @@ class Guard:
             return
         await self._app(scope, receive, counted)
 
-    def _check_key(self, scope: Scope, given: bytes) -> ApiError | None:
+    def _check_key(self, scope: Scope, authorization: bytes) -> ApiError | None:
         """Note whose key a request brings as the ``owner`` in its scope; returns the answer to one
         without a key."""
         scope["owner"] = ""
         if not self._keys and not self._admin_keys:
             return None
-        kind, _, key = given.partition(b" ")
+        kind, _, key = authorization.partition(b" ")
         key = key.strip() if kind.lower() == b"bearer" else b""
         # All keys are compared, so that the time tells nothing of any.
         own = [hmac.compare_digest(key, each) for each in self._keys]
@@ -88,7 +88,6 @@ class Guard:
 
 
 def visitor_of(scope: Scope) -> Visitor:
-    """Reads the headers once."""
     hosts, origins, authorization = [], [], b""
     for name, value in scope["headers"]:
         if name == b"host":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -15,7 +14,8 @@ from msgspec import Struct
 
 from ...config import EngineDeadError, EngineOptions
 from ...engine.process.wire import Seat
-from .state import Settings
+from ...engine.ranks.lifetime import how_ended
+from .jobs.state import Settings
 
 READY, DRAINED = b"ready\n", b"drained\n"
 _END_S = 10.0
@@ -59,9 +59,9 @@ class Helper:
             stdout=PIPE,
             pass_fds=[listening.fileno()],
         )
-        made = cls(process, on_exit)
-        made._write(msgspec.json.encode(orders) + b"\n")
-        return made
+        helper = cls(process, on_exit)
+        helper._write(msgspec.json.encode(orders) + b"\n")
+        return helper
 
     def signal(self) -> None:
         """Pass on a signal: the first drains, the second ends what runs."""
@@ -87,8 +87,7 @@ class Helper:
         told = {READY: self.ready, DRAINED: self.drained}
         while line := await self._process.stdout.readline():
             told[line].set_result(None)
-        code = await self._process.wait()
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        how = how_ended(await self._process.wait())
         on_exit(how)
         for waited in told.values():
             if not waited.done():

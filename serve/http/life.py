@@ -21,13 +21,13 @@ from ...engine.frontend.generation_config import describe_default_sampling
 from ...engine.process.client import EngineClient
 from ...engine.process.wire import Seat
 from .app import make_app
-from .call_reader import detect
-from .connections import Connections, limited_by_files
-from .errors import ApiError
+from .calls.call_reader import detect
 from .helper import DRAINED, READY, Helper, Orders
-from .hosts import is_loopback
-from .limits import HEAD_S, LimitedProtocol, Uploads
-from .state import Phase, ServerState, Settings
+from .intake.connections import Connections, limited_by_files
+from .intake.errors import ApiError
+from .intake.hosts import is_loopback
+from .intake.limits import HEAD_S, LimitedProtocol, Uploads
+from .jobs.state import Phase, ServerState, Settings
 
 _BACKLOG = 2048
 _FLUSH_S = 2
@@ -297,7 +297,7 @@ def run_server(
         settings: a server that only this machine reaches takes no host names of others, unless
             they are listed.
         say: tells the operator a line; it may neither fail nor wait.
-        num_processes: that serve HTTP, over ``num_replicas`` engines.
+        num_processes: processes that serve HTTP, over ``num_replicas`` engines.
 
     Raises:
         UserError: the address is in use, or the engine cannot start.

@@ -17,7 +17,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import fusewright.bench.kernels as folder
-from fusewright.bench.kernels.bench_norm import make
+from fusewright.bench.kernels.bench_rows import make
 from fusewright.bench.kernels.figures import load, save
 from fusewright.bench.kernels.fusion import InductorFusion, find_fusions
 from fusewright.bench.kernels.harness import KernelWork

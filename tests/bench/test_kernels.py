@@ -7,20 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fusewright.bench.kernels.figures import (
-    Figure,
-    add,
-    best,
-    by_work,
-    compare,
-    figure_of,
-    load,
-    load_all,
-    markdown,
-    plot,
-    save,
-    summary,
-)
+from fusewright.bench.kernels.figures import Figure, add, compare, figure_of, load, save
+from fusewright.benchmarks.kernel_page import best, by_work, load_all, markdown, plot, summary
 from fusewright.config import UserError
 from fusewright.serve.cli import main
 

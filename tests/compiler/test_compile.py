@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fusewright import ops
 from fusewright.compiler import build
 from fusewright.compiler.artifacts.artifact import Refusal
-from fusewright.compiler.artifacts.key import Key
+from fusewright.compiler.artifacts.key import Key, Wanted
 from fusewright.compiler.artifacts.store import Store
 from fusewright.compiler.capture.source import Example, Source
 from fusewright.compiler.capture.trace import TraceError
@@ -132,7 +132,7 @@ def compile_model(model: nn.Module, num_layers: int, options: CompileConfig) -> 
     with TemporaryDirectory() as folder:
         store = Store((), write_to=Path(folder))
         source = Source(model, example)
-        compiled = compile(lambda: source, options, key=Key({"test": "1"}), store=store)
+        compiled = compile(lambda: source, options, Wanted(Key({"test": "1"})), store)
     compiled.program.bind({f"weights/{n}": p for n, p in model.named_parameters()})
     return compiled
 

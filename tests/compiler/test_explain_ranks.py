@@ -10,12 +10,12 @@ from fusewright import ops
 from fusewright.compiler.build import Lowered, lower_model
 from fusewright.compiler.capture.source import Example, Source
 from fusewright.compiler.capture.trace import Traced
-from fusewright.compiler.inspect.explain import Explanation, explain
+from fusewright.compiler.inspect.explain import DecodeStep, Explanation, explain
 from fusewright.compiler.inspect.sites import Where, copied, expected_sites
 from fusewright.compiler.record import Record
 from fusewright.compiler.timer import Timer
 from fusewright.config import LEVELS, UserError
-from fusewright.serve.explain_text import explanation
+from fusewright.serve.commands.explain_text import explanation
 from tests.compiler.test_compile import config
 
 GROUP = "nobody makes it: nothing runs"
@@ -61,16 +61,8 @@ def explained(passes: tuple[str, ...], world_size: int) -> tuple[Lowered, Explan
     where = Where(None)
     off = {} if FUSE in passes else {FUSE: "by this test"}
     sites = expected_sites(lowered.reports, before.traced, passes, off, where)
-    facts = explain(
-        lowered,
-        before.traced,
-        where,
-        sites,
-        num_seqs=ROWS,
-        context=128,
-        world_size=world_size,
-    )
-    return lowered, facts
+    step = DecodeStep(ROWS, 128, world_size)
+    return lowered, explain(lowered, before.traced, where, sites, step)
 
 
 def test_bytes_follow_the_number_of_ranks() -> None:

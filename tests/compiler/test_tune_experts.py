@@ -36,7 +36,7 @@ from fusewright.ops.core import device_table as _device_table
 from fusewright.ops.experts.kernels import plan_gemm
 from fusewright.ops.launches.experts import sort_by_expert
 from fusewright.serve.cli import main
-from fusewright.serve.tune_gpus import GpuProcess, measures
+from fusewright.serve.measure.tune_gpus import GpuProcess, measures
 from tests.model_executor.tiny_models import BY_NAME
 
 QWEN = Experts(128, 768, 2048, 8, "bfloat16")

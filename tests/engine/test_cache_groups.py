@@ -8,6 +8,7 @@ import pytest
 
 from fusewright import LLM, SamplingParams
 from fusewright.config import EngineOptions, Hardware, UserError
+from fusewright.engine.core.chunks import StepLimits
 from fusewright.engine.core.kv_blocks import BlockPool
 from fusewright.engine.core.scheduler import Scheduler
 from fusewright.engine.engine import Engine
@@ -167,9 +168,7 @@ def test_8192_tokens_behind_windows_of_512_hold_a_quarter_of_the_blocks() -> Non
     for windows in (setup.windows, (0,) * 5):
         scheduler = Scheduler(
             BlockPool(setup.num_blocks, 16, [CacheGroup(window) for window in windows]),
-            max_num_seqs=1,
-            max_num_batched_tokens=WINDOW,
-            max_model_len=LONG + 64,
+            StepLimits(1, WINDOW, max_model_len=LONG + 64),
         )
         scheduler.add(request("a", [7] * LONG, max_tokens=20))
         while scheduler.num_unfinished:

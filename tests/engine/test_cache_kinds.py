@@ -18,6 +18,7 @@ from fusewright.config import (
     slot_mapping_of,
     step_schema,
 )
+from fusewright.engine.core.chunks import StepLimits
 from fusewright.engine.core.kv_blocks import BlockPool
 from fusewright.engine.core.request import Request
 from fusewright.engine.core.scheduler import Scheduler
@@ -111,10 +112,7 @@ def make_runner(scheduler: Scheduler, chunk: int) -> ModelRunner:
     )
     table = OpTable(config.compile, 0)
     return ModelRunner(
-        program,
         Graphs(program, buffers, dispatcher, None),
-        dispatcher,
-        buffers,
         Sampler(table, config, VOCAB_SIZE),
         table,
         block_size=BLOCK_SIZE,
@@ -127,9 +125,7 @@ def test_new_kinds_need_no_change_of_scheduler_or_runner(num_blocks: int, chunk:
     """Through chunks, blocks that go back, and preemption; with a step in flight."""
     scheduler = Scheduler(
         BlockPool(num_blocks, BLOCK_SIZE, block_groups(GROUPS)),
-        max_num_seqs=4,
-        max_num_batched_tokens=chunk,
-        max_model_len=MAX_LEN,
+        StepLimits(4, chunk, MAX_LEN),
         prefix_caching=True,
     )
     assert not scheduler.prefix_caching, "a state is not that of a prefix"

@@ -12,7 +12,7 @@ from fusewright.config import EngineOptions, Hardware
 from fusewright.engine.engine import Engine
 from fusewright.engine.llm import LLM
 from fusewright.model_executor.abacus.problems import held_out
-from fusewright.serve.report import summary
+from fusewright.serve.console.report import summary
 
 PROBLEMS = held_out(24, seed=5)
 RECORDING = Hardware(device="cpu", name="recording", graphs="recording")

@@ -27,8 +27,8 @@ from fusewright.engine.frontend.tokenizer import Tokenizer
 from fusewright.engine.messages.requests import AddRequest, RequestLimits
 from fusewright.engine.messages.sampling_params import SamplingParams
 from fusewright.model_executor.abacus import BUNDLED
-from fusewright.serve.http.completions import sampling_params
-from fusewright.serve.http.protocol import ChatRequest, CompletionRequest
+from fusewright.serve.http.endpoints.generation import sampling_params
+from fusewright.serve.http.intake.protocol import ChatRequest, CompletionRequest
 
 from .toy import TOKENIZER
 

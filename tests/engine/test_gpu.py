@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def test_tokens_and_logits_equal_transformers(
     recorder = LogitsRecorder(llm, monkeypatch)
     scheduler = llm.engine.core.scheduler
     for chunk in CHUNKS:
-        scheduler.max_num_batched_tokens = chunk
+        scheduler.step_limits = replace(scheduler.step_limits, max_num_batched_tokens=chunk)
         check(llm, recorder, references(name), f"chunk {chunk}")
     crowd(scheduler)
     check(llm, recorder, references(name), "preempted")

@@ -18,7 +18,7 @@ from fusewright.engine.messages.codec import decode
 from fusewright.engine.messages.open_outputs import OpenOutputs
 from fusewright.engine.messages.requests import AbortRequests, AddRequest
 from fusewright.engine.messages.sampling_params import SamplingParams
-from fusewright.engine.process.child import CoreServer
+from fusewright.engine.process.child import CoreServer, Served as ServedCore
 from fusewright.engine.process.heartbeat import Heartbeat
 from fusewright.engine.process.output_stream import OutputStream
 from fusewright.engine.process.owners import Owners
@@ -185,7 +185,9 @@ class Served:
         self.requests.connect("inproc://requests")
         self.outputs.bind("inproc://outputs")
         outbox.connect("inproc://outputs")
-        self.server = CoreServer(self.core, inbox, [outbox], Heartbeat(tmp_path / "heartbeat"))
+        self.server = CoreServer(
+            ServedCore(self.core), inbox, [outbox], Heartbeat(tmp_path / "heartbeat")
+        )
 
     def add(self, request: AddRequest) -> None:
         self.requests.send(frame(Kind.ADD, 0, Queued.of(request)))

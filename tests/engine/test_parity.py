@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,8 @@ def check(llm: LLM, recorder: LogitsRecorder, expected: list[Reference], label: 
 def crowd(scheduler: Scheduler) -> None:
     """Leave so few blocks that the requests of ``prompts()`` preempt each other."""
     pool = scheduler.pool
-    scheduler.max_num_batched_tokens = chunk = CHUNKS[1]
+    chunk = CHUNKS[1]
+    scheduler.step_limits = replace(scheduler.step_limits, max_num_batched_tokens=chunk)
     scheduler.limits = msgspec.structs.replace(scheduler.limits, longest_chunk=chunk)
     longest = pool.most_blocks(PROMPT_LENGTHS[-1] + NUM_TOKENS - 1, chunk)
     num_blocks = max(longest, 3 * len(pool.groups))
@@ -141,7 +142,7 @@ def test_tokens_and_logits_equal_transformers(
     recorder = LogitsRecorder(llm, monkeypatch)
     scheduler = llm.engine.core.scheduler
     pool = scheduler.pool
-    scheduler.max_num_batched_tokens = chunk
+    scheduler.step_limits = replace(scheduler.step_limits, max_num_batched_tokens=chunk)
     check(llm, recorder, expected, f"-O{level} block {block_size} chunk {chunk}")
     assert scheduler.num_preemptions == 0
     crowd(scheduler)

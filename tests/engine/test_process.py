@@ -293,11 +293,10 @@ def test_work_that_can_wait_is_begun_when_no_request_came_for_a_while(
 
     heartbeat = Heartbeat(tmp_path / "heartbeat")
     server = child.CoreServer(
-        OneStep(),  # type: ignore[arg-type]
+        child.Served(OneStep(), at_rest=work),  # type: ignore[arg-type]
         Inbox(),  # type: ignore[arg-type]
         [outbox],
         heartbeat,
-        at_rest=work,
         quiet_s=quiet_s,
     )
     thread = Thread(target=server.run)

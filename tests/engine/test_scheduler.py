@@ -9,6 +9,7 @@ import pytest
 
 from fusewright.config import NO_SLOT, UserError
 from fusewright.engine.core.batch import ScheduledStep
+from fusewright.engine.core.chunks import StepLimits
 from fusewright.engine.core.kv_blocks import BlockPool
 from fusewright.engine.core.request import Request, RequestStatus
 from fusewright.engine.core.scheduler import Scheduler
@@ -227,9 +228,7 @@ def _effort_of_a_step(num_running: int, num_waiting: int) -> int:
     decode steps."""
     scheduler = Scheduler(
         BlockPool(60_000, 16),
-        max_num_seqs=num_running,
-        max_num_batched_tokens=8192,
-        max_model_len=4096,
+        StepLimits(num_running, 8192, max_model_len=4096),
         prefix_caching=True,
     )
     for i in range(num_running + num_waiting):

@@ -14,7 +14,7 @@ from fusewright.engine.frontend.detokenizer import Detokenizer
 from fusewright.engine.frontend.outputs import Logprob
 from fusewright.engine.frontend.token_bytes import TokenBytes
 from fusewright.engine.messages.sampling_params import SamplingParams
-from fusewright.serve.http.logprobs import chat_logprobs, completion_logprobs
+from fusewright.serve.http.endpoints.logprobs import chat_logprobs, completion_logprobs
 
 from .test_detokenizer import SP
 from .toy import TOKENIZER

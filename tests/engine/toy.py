@@ -16,6 +16,7 @@ import numpy as np
 
 import fusewright.model_executor.abacus as abacus
 from fusewright.config import NO_SLOT
+from fusewright.engine.core.chunks import StepLimits
 from fusewright.engine.core.kv_blocks import BlockPool
 from fusewright.engine.core.loop import EngineCore
 from fusewright.engine.core.request import Request
@@ -299,12 +300,14 @@ class Setup:
     def scheduler(self) -> Scheduler:
         return Scheduler(
             self.pool(),
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-            enable_chunked_prefill=self.enable_chunked_prefill,
-            long_prefill_token_threshold=self.long_prefill_token_threshold,
-            max_num_mixed_tokens=self.max_num_mixed_tokens,
+            StepLimits(
+                self.max_num_seqs,
+                self.max_num_batched_tokens,
+                self.max_model_len,
+                self.enable_chunked_prefill,
+                self.long_prefill_token_threshold,
+                self.max_num_mixed_tokens,
+            ),
             prefix_caching=self.prefix_caching,
             heed_priority=self.heed_priority,
         )
@@ -350,7 +353,7 @@ def check_invariants(scheduler: Scheduler) -> None:
     assert len(holds) + pool.num_free == pool.num_blocks, "a block was lost"
     assert sum(pool.num_held) == len(holds)
     slots = [request.slot for request in running]
-    assert len(set(slots)) == len(slots) <= scheduler.max_num_seqs
+    assert len(set(slots)) == len(slots) <= scheduler.step_limits.max_num_seqs
     if not scheduler.heed_priority:
         for call in {request.call for request in running + waiting}:  # "": asked for alone
             arrivals = [request.arrival for request in running + waiting if request.call == call]
@@ -368,7 +371,7 @@ def check_invariants(scheduler: Scheduler) -> None:
             assert freed <= group.num_behind(*computed)
         full = min(request.num_computed_tokens, request.num_known_tokens) // pool.block_size
         assert request.num_cached_blocks == (full if scheduler.prefix_caching else 0)
-    if not scheduler.long_prefill_token_threshold:
+    if not scheduler.step_limits.long_prefill_token_threshold:
         for request in running[:-1]:
             left = request.num_tokens - request.num_computed_tokens
             assert left <= 1, "only the last prefills"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fusewright.bench.workloads import Work
+from fusewright.engine.core.chunks import StepLimits
 from fusewright.engine.core.kv_blocks import BlockPool
 from fusewright.engine.core.loop import EngineCore
 from fusewright.engine.core.scheduler import Scheduler
@@ -86,10 +87,7 @@ def simulate(
     """Run requests that come at these times through the scheduler of an H200."""
     scheduler = Scheduler(
         BlockPool(50_000, 16),
-        max_num_seqs=512,
-        max_num_batched_tokens=8192,
-        max_model_len=4096,
-        max_num_mixed_tokens=max_num_mixed_tokens,
+        StepLimits(512, 8192, max_model_len=4096, max_num_mixed_tokens=max_num_mixed_tokens),
     )
     gpu = VirtualGpu()
     core = EngineCore(scheduler, gpu)

@@ -191,7 +191,7 @@ def test_a_graph_without_room_says_so(
                 raise error
 
     full = Full()
-    monkeypatch.setattr(graphs, "_program", program(full))
+    monkeypatch.setattr(graphs, "program", program(full))
     with pytest.raises(CaptureMemoryError) as refused:
         graphs.ensure(Dispatch(GraphKind.FULL, 4, 4))
     assert len(full) == (1 if when == "before" else 5)

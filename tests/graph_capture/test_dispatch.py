@@ -111,12 +111,3 @@ def test_steps_that_the_mode_does_not_capture_are_not_outside(
     made = dispatcher(mode)
     made.choose(900, 3, query_len=int(step))
     assert not made.outside and not said
-
-
-def test_decodes_of_several_tokens_have_graphs_of_their_own() -> None:
-    """Two query tokens a sequence, as with a drafted token; a padded row has as many."""
-    chooser = Dispatcher(CudagraphMode.FULL_AND_PIECEWISE, (1, 2, 4, 8), 8, decode_query_len=2)
-    assert chooser.full_sizes == [(2, 1), (4, 2), (8, 4), (16, 8)]
-    assert chooser.choose(6, 3, query_len=2) == Dispatch(FULL, 8, 4, 2)
-    assert chooser.choose(3, 3, query_len=1) == Dispatch(PIECEWISE, 4, 3)
-    assert chooser.choose(6, 3, query_len=0) == Dispatch(PIECEWISE, 8, 3)

@@ -105,7 +105,9 @@ def test_an_op_that_is_made_of_others_hands_their_choices_on() -> None:
         "linear [28672, 4096] bfloat16 -> _gated_activation_kernel",
     ]
     (few, _) = runs(empty(1, 4096), empty(1, 4096), weights, text, "any")
-    assert str(few.choice).startswith("chain linear > add_norm > linear -> skinny_linear, push, add")
+    assert str(few.choice).startswith(
+        "chain linear > add_norm > linear -> skinny_linear, push, add"
+    )
 
 
 def test_an_implementation_is_a_choice_too() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from fusewright.bench.workloads import fitting, mix
 from fusewright.config.gates import Measured
-from fusewright.serve.bench_passes import passes_table
 from fusewright.serve.cli import main
+from fusewright.serve.measure.bench_passes import passes_table
 
 Capture = pytest.CaptureFixture[str]
 

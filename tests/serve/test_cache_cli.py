@@ -23,9 +23,9 @@ from cryptography.hazmat.primitives.serialization import (
 from fusewright.compiler.artifacts.artifact import Artifact
 from fusewright.compiler.artifacts.key import Key
 from fusewright.compiler.artifacts.store import Store, open_store
-from fusewright.serve.cache import parse_size
 from fusewright.serve.cli import main
-from fusewright.serve.flags import engine_flags
+from fusewright.serve.commands.cache import parse_size
+from fusewright.serve.console.flags import engine_flags
 from tests.compiler.store_process import FILES, key, own, publish, small_disk
 
 

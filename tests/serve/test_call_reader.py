@@ -12,10 +12,10 @@ import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from fusewright.serve.http.call_reader import FORMATS, CallReader, detect
-from fusewright.serve.http.json_scan import MAX_DEPTH, JsonScan
-from fusewright.serve.http.response_items import Items
-from fusewright.serve.server import PARSERS
+from fusewright.serve.commands.serve import PARSERS
+from fusewright.serve.http.calls.call_reader import FORMATS, CallReader, detect
+from fusewright.serve.http.calls.json_scan import MAX_DEPTH, JsonScan
+from fusewright.serve.http.endpoints.response_items import Items
 
 Called = tuple[str, Any]
 SCHEMAS: dict[str, Any] = {

@@ -22,8 +22,8 @@ from fusewright import __version__
 from fusewright.config import LEVELS, PASSES, EngineOptions, option_specs
 from fusewright.engine.messages.sampling_params import SamplingParams
 from fusewright.serve.cli import main
-from fusewright.serve.env import collect
-from fusewright.serve.flags import SAMPLING, takes_flags
+from fusewright.serve.commands.env import collect
+from fusewright.serve.console.flags import SAMPLING, takes_flags
 
 from .server_process import wait_for
 

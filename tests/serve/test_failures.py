@@ -79,7 +79,7 @@ def fail(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*args: Any) -> None:
         raise error
 
-    monkeypatch.setattr("fusewright.serve.explain.levels_table", stop)
+    monkeypatch.setattr("fusewright.serve.commands.explain.levels_table", stop)
 
 
 @pytest.mark.parametrize(

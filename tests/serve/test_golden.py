@@ -13,7 +13,7 @@ import pytest
 from fusewright.compiler.inspect.explain import Explanation
 from fusewright.config import EngineOptions
 from fusewright.engine.explain import explain_model
-from fusewright.serve.explain_text import golden
+from fusewright.serve.commands.explain_text import golden
 
 GOLDEN = Path(__file__).with_name("golden")
 MODELS = ("llama3-8b", "qwen3-8b")

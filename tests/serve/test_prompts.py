@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from fusewright.config import UserError
-from fusewright.serve.options import merge
-from fusewright.serve.prompts import read_prompts
+from fusewright.serve.commands.prompts import read_prompts
+from fusewright.serve.console.options import merge
 
 
 def test_prompts_of_flags_come_before_those_of_the_file(tmp_path: Path) -> None:

@@ -318,7 +318,12 @@ def test_metrics_count_what_was_asked(server: ServerProcess, http: httpx.Client)
 
 
 @pytest.mark.parametrize(
-    "path", ["container/grafana.json", "container/prometheus-rules.yml", "serve/http/status.html"]
+    "path",
+    [
+        "container/grafana.json",
+        "container/prometheus-rules.yml",
+        "serve/http/endpoints/status.html",
+    ],
 )
 def test_every_series_that_is_drawn_is_there(http: httpx.Client, path: str) -> None:
     http.post("/v1/completions", json={"prompt": "1+1=", "temperature": 0})

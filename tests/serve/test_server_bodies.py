@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
-from fusewright.serve.http.body import is_small
-from fusewright.serve.http.conversation import is_little
-from fusewright.serve.http.errors import ApiError
-from fusewright.serve.http.protocol import ChatRequest, CompletionRequest
-from fusewright.serve.http.reader import BodyReader, too_much_form
+from fusewright.serve.http.endpoints.body import is_small
+from fusewright.serve.http.endpoints.generation import is_little
+from fusewright.serve.http.intake.errors import ApiError
+from fusewright.serve.http.intake.protocol import ChatRequest, CompletionRequest
+from fusewright.serve.http.intake.reader import BodyReader, too_much_form
 
 from ..effort import calls
 from .server_process import JSON, ServerProcess, send, wait_for

@@ -13,7 +13,7 @@ import openai
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from fusewright.serve.http.protocol import (
+from fusewright.serve.http.intake.protocol import (
     AbortRequest,
     ChatRequest,
     CompletionRequest,

@@ -17,11 +17,12 @@ import pytest
 import uvicorn
 
 from fusewright.config import BusyError, UserError
-from fusewright.serve.http import connections, life, limits
-from fusewright.serve.http.connections import Connections, limited_by_files
-from fusewright.serve.http.errors import api_error
+from fusewright.serve.http import life
+from fusewright.serve.http.intake import connections, limits
+from fusewright.serve.http.intake.connections import Connections, limited_by_files
+from fusewright.serve.http.intake.errors import api_error
+from fusewright.serve.http.intake.limits import Uploads
 from fusewright.serve.http.life import Endpoint, _Http
-from fusewright.serve.http.limits import Uploads
 
 MAX_BODY = 100_000
 POST, GET = (b"%s HTTP/1.1\r\nhost: x\r\n" % line for line in (b"POST /read", b"GET /unread"))

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from fusewright.serve.cli import main
-from fusewright.serve.explain import levels_table
-from fusewright.serve.report import passes_table, startup_table, summary
-from fusewright.serve.table import table
+from fusewright.serve.commands.explain import levels_table
+from fusewright.serve.console.report import passes_table, startup_table, summary
+from fusewright.serve.console.table import table
 
 ROWS = [
     ["pass", "sites", "why"],

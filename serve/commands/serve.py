@@ -1,0 +1,209 @@
+"""``fusewright serve``: OpenAI's API over HTTP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import typer
+
+from ...config import MachineError, UserError
+from ...config.numbers import check_counts, check_number
+from ...engine.ranks.torchrun import join_torchrun
+from ..console.failure import say
+from ..console.flags import model_flags, strings
+from ..console.options import checked
+from ..http.intake.hosts import checked_hosts
+
+PARSERS = ("auto", "hermes", "llama3_json", "mistral", "qwen3_coder", "xlam")
+_MOST_PROCESSES = 64
+_EXTRA = ("fastapi", "uvicorn", "uvloop", "httptools", "zmq", "prometheus_client")
+
+
+@dataclass(frozen=True)
+class Address:
+    """Flags of where the server listens, and its certificate.
+
+    Raises:
+        UserError: the port is out of range, a file is not there, or a key has no certificate.
+    """
+
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.")] = 8000
+    ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate: serves HTTPS.")] = None
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="Its private key.")] = None
+
+    def __post_init__(self) -> None:
+        check_counts(0, 65535, port=self.port)
+        files = {"ssl_certfile": self.ssl_certfile, "ssl_keyfile": self.ssl_keyfile}
+        for name, path in files.items():
+            if path is not None and not path.is_file():
+                raise UserError(f"{name}={path}: no such file; give a PEM file")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise UserError("ssl_keyfile needs ssl_certfile: give both, or one file with both")
+
+
+@dataclass(frozen=True)
+class Access:
+    """Flags of who may ask."""
+
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="A key that requests must bring (repeatable).")
+    ] = None
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="File of such keys, one a line; no process list shows them.")
+    ] = None
+    admin_api_key: Annotated[
+        list[str] | None,
+        typer.Option(help="A key that may also abort the requests of all (repeatable)."),
+    ] = None
+    admin_api_key_file: Annotated[
+        Path | None, typer.Option(help="File of such keys, one a line.")
+    ] = None
+    allowed_origins: Annotated[
+        str | None,
+        typer.Option(help="Origins whose web pages may ask, separated by commas; *: all."),
+    ] = None
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Public host name of the server, or *.NAME (repeatable); others are refused then, "
+            "as they are on a loopback address."
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Flags of processes, and of what the server takes and waits for.
+
+    Raises:
+        UserError: a number is out of its range.
+    """
+
+    api_server_count: Annotated[
+        int, typer.Option(help="Processes that serve HTTP, over the same engines.")
+    ] = 1
+    data_parallel_size: Annotated[
+        int, typer.Option(help="Engines, with the whole model each, behind the same API.")
+    ] = 1
+    max_waiting_requests: Annotated[
+        int, typer.Option(help="Outputs that may wait; more are refused with 503.")
+    ] = 16384
+    shutdown_timeout: Annotated[
+        float, typer.Option(help="Seconds that open requests have after SIGTERM.")
+    ] = 60.0
+    stall_timeout: Annotated[
+        float, typer.Option(help="Seconds without a step until /health says 503.")
+    ] = 10.0
+    max_body_mb: Annotated[float, typer.Option(help="Largest body of a request, in MiB.")] = 8.0
+    limit_concurrency: Annotated[
+        int, typer.Option(help="Connections that an API process keeps open; 503 beyond.")
+    ] = 16384
+
+    def __post_init__(self) -> None:
+        check_counts(0, max_waiting_requests=self.max_waiting_requests)
+        processes = {n: getattr(self, n) for n in ("api_server_count", "data_parallel_size")}
+        check_counts(1, _MOST_PROCESSES, **processes)
+        check_counts(1, limit_concurrency=self.limit_concurrency)
+        check_number(stall_timeout=self.stall_timeout, max_body_mb=self.max_body_mb)
+        if not self.shutdown_timeout >= 0:
+            raise UserError(f"shutdown_timeout={self.shutdown_timeout}: expected 0 or more seconds")
+
+
+@model_flags
+def serve(
+    engine: dict[str, Any],
+    *,
+    address: Address,
+    access: Access,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="Name of the model in requests (repeatable).")
+    ] = None,
+    limits: Limits,
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(help="Collector of OpenTelemetry traces: http://HOST:4318.")
+    ] = None,
+    tool_call_parser: Annotated[
+        str, typer.Option(help=f"How the model calls tools: {', '.join(PARSERS)}.")
+    ] = "auto",
+) -> None:
+    """Serve OpenAI's API over HTTP, with the engine in a process of its own.
+
+    SIGTERM or Ctrl-C lets open requests finish; a second one ends them with an answer.
+    """
+    options = checked(engine, weights=True)
+    join_torchrun(options.tensor_parallel_size, options.pipeline_parallel_size)
+    if tool_call_parser not in PARSERS:
+        parsers = ", ".join(PARSERS)
+        raise UserError(f"tool_call_parser={tool_call_parser!r}: expected one of {parsers}")
+    keys = _keys("api_key", access.api_key or [], access.api_key_file)
+    admin_keys = _keys("admin_api_key", access.admin_api_key or [], access.admin_api_key_file)
+    life, state = _import()
+    settings = state.Settings(
+        model_names=tuple(served_model_name or [options.model]),
+        api_keys=keys,
+        admin_keys=admin_keys,
+        max_waiting=limits.max_waiting_requests,
+        shutdown_timeout_s=limits.shutdown_timeout,
+        stall_s=limits.stall_timeout,
+        max_body_bytes=int(limits.max_body_mb * 2**20),
+        max_connections=limits.limit_concurrency,
+        allowed_origins=strings(access.allowed_origins or ""),
+        allowed_hosts=checked_hosts(access.allowed_host) if access.allowed_host else None,
+        otlp_endpoint=_collector(otlp_endpoint),
+        tool_format=None if tool_call_parser == "auto" else tool_call_parser,
+    )
+    certificate, key = (str(f) if f else None for f in (address.ssl_certfile, address.ssl_keyfile))
+    endpoint = life.Endpoint(address.host, address.port, certificate, key)
+    counts = limits.api_server_count, limits.data_parallel_size
+    life.run_server(options, settings, endpoint, say, *counts)
+
+
+def _import() -> tuple[Any, Any]:
+    """The modules that serve HTTP, which import packages that the engine does not need."""
+    try:
+        from ..http import life
+        from ..http.jobs import state
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRA:
+            raise
+        raise MachineError(
+            f"the server needs the package {error.name}: pip install 'fusewright[serve]'"
+        ) from error
+    return life, state
+
+
+def _collector(url: str | None) -> str | None:
+    """The URL to which traces are sent."""
+    if url is None:
+        return None
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UserError(f"otlp_endpoint={url!r}: expected http://HOST:PORT of a collector")
+    try:
+        from ..http.jobs import tracing  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise MachineError(
+            f"otlp_endpoint needs the package {error.name}: pip install 'fusewright[otlp]'"
+        ) from error
+    return url if parts.path.strip("/") else f"{url.rstrip('/')}/v1/traces"
+
+
+def _keys(option: str, flags: list[str], file: Path | None) -> tuple[str, ...]:
+    """The API keys of an option's flags and file."""
+    keys = list(flags)
+    if file is not None:
+        try:
+            lines = file.read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{option}_file={file}: cannot be read: {error}") from error
+        of_file = [line.strip() for line in lines if line.strip()]
+        if not of_file:
+            raise UserError(f"{option}_file={file}: holds no key; write one a line")
+        keys += of_file
+    if not all(key.strip() for key in keys):
+        raise UserError(f"{option}='': expected a key that is not empty")
+    return tuple(keys)

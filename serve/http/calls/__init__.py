@@ -1,0 +1,1 @@
+"""Finds the calls of tools in what a model writes, in every form in which models write them."""

@@ -1,0 +1,334 @@
+"""Finds the calls of tools in what a model writes, and leaves the rest as content.
+
+A mark opens a call and the JSON behind it is decoded as it comes; a call ends where its JSON does,
+and marks inside its strings are text.  What turns out to be no call is content, unchanged.
+White space belongs to content, except behind a call, and before one if nothing else is there.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import string
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .call_json import calls_of_json, strict_json
+from .call_xml import XmlScan, partial
+from .json_scan import JsonScan
+
+_BLANKS = re.compile(r"\s*")
+_MAX_NAME = 512
+"""Characters between a mark and the arguments, where a name may stand there."""
+_NAME_RUN = re.compile(rf"[\w.:/\[\]\s-]{{0,{_MAX_NAME}}}")
+_NAME = re.compile(r"([\w.:/-]+)\s*(?:\[CALL_ID\]\s*[\w-]+\s*)?(?:\[ARGS\]\s*)?")
+_SEPARATORS = ";,"
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a model writes calls.
+
+    Attributes:
+        start: text before calls; "" if nothing marks them.
+        end: text behind calls; "" if a call ends with its JSON.
+        bare: characters with which an output may begin that is a call without a mark.
+        named: whether a name may stand before the arguments: ``name{…}``, ``name[ARGS]{…}``.
+        xml: whether parameters are XML elements.
+        short_ids: whether chat templates of such models take ids of nine letters and digits alone.
+        shown_by: texts in a chat template, of which one tells of this format.
+    """
+
+    start: str
+    end: str = ""
+    bare: str = ""
+    named: bool = False
+    xml: bool = False
+    short_ids: bool = False
+    shown_by: tuple[str, ...] = ()
+
+
+_BARE = Format("", bare="[{")
+FORMATS: dict[str, Format] = {
+    "qwen3_coder": Format("<tool_call>", "</tool_call>", xml=True, shown_by=("<function=",)),
+    "hermes": Format("<tool_call>", "</tool_call>", shown_by=("<tool_call>",)),
+    "mistral": Format("[TOOL_CALLS]", named=True, short_ids=True, shown_by=("[TOOL_CALLS]",)),
+    "llama3_json": Format("<|python_tag|>", bare="{", shown_by=("<|python_tag|>", '"parameters"')),
+    "xlam": _BARE,
+}
+"""Formats by the names of vLLM's ``--tool-call-parser``, in the order of detection."""
+
+
+def detect(template: str) -> str | None:
+    """The name of the format that a chat template shows; None if it knows no tools."""
+    for name, form in FORMATS.items():
+        if any(text in template for text in form.shown_by):
+            return name
+    return None
+
+
+@dataclass
+class Call:
+    """A call; ``arguments`` are JSON."""
+
+    name: str
+    arguments: str
+    call_id: str
+
+    def to_json(self) -> dict[str, Any]:
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.call_id, "type": "function", "function": function}
+
+
+class CallReader:
+    """Divides one output into content and calls, as it comes.
+
+    Args:
+        form: how the model writes calls; None if it is not known.
+        is_call: whether all of the output is a call in JSON or a list of calls, by a grammar.
+        max_calls: calls behind these are left out; None keeps all.
+        schemas: function name -> JSON schema of its parameters, from which the values of XML
+            elements have their types.
+
+    Attributes:
+        num_calls: calls so far.
+        num_calls_before: those of them that came before the content.
+    """
+
+    def __init__(
+        self,
+        form: Format | None,
+        *,
+        is_call: bool = False,
+        max_calls: int | None = None,
+        schemas: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._has_short_ids = form is not None and form.short_ids
+        self._form = _BARE if is_call or form is None else form
+        self._max_calls, self._schemas = max_calls, schemas or {}
+        self._may_be_list = is_call  # then each call of it comes as soon as it ends
+        self.num_calls = self.num_calls_before = 0
+        self._text, self._at = "", 0
+        self._held: list[str] = []
+        """Text since a start mark.  It becomes content if no call follows."""
+        self._value_at = 0
+        self._name: str | None = None
+        self._scan: JsonScan | XmlScan = JsonScan()
+        self._is_bare = False
+        self._open: list[tuple[str, str]] = []
+        """Name and arguments of calls whose end mark has not come."""
+        self._blanks: list[str] = []
+        """White space with which the content begins, unless it is nothing else and a call comes."""
+        self._has_content = self._ends_with_call = False
+        self._content: list[str] = []
+        self._calls: list[Call] = []
+        self._read: Callable[[], bool] = self._read_start if self._form.bare else self._read_text
+
+    def push(self, text: str) -> tuple[str, list[Call]]:
+        """(content, calls) that are certain behind this text."""
+        self._text, self._at = self._text[self._at :] + text, 0
+        while self._read():
+            pass
+        return self._certain()
+
+    def finish(self) -> tuple[str, list[Call]]:
+        """The rest, when nothing more will come."""
+        rest = self._text[self._at :]
+        if self._read == self._read_behind:
+            if self._open and self._form.end.startswith(rest):
+                rest = ""  # the end mark, cut
+            self._confirm()
+        self._text, self._at = "", 0
+        self._emit("".join(self._held) + rest)
+        if not self.num_calls:
+            self._content += self._blanks
+        return self._certain()
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """The reason to give for an output that ended for ``reason``, once it is finished.
+
+        Calls are the reason, unless the output was cut behind the last of them.
+        """
+        is_whole = reason == "stop" or (reason == "length" and self._ends_with_call)
+        return "tool_calls" if self.num_calls and is_whole else reason
+
+    def _certain(self) -> tuple[str, list[Call]]:
+        content, calls = "".join(self._content), self._calls
+        self._content, self._calls = [], []
+        return content, calls
+
+    # Each of these reads one thing at self._at, and returns False if it needs more text.
+
+    def _read_start(self) -> bool:
+        """The beginning of an output, which may be a call without a mark."""
+        if not self._skip_blanks():
+            return False
+        if self._text[self._at] not in self._form.bare:
+            return self._fail()
+        self._is_bare = True
+        if self._may_be_list and self._text[self._at] == "[":
+            self._take(self._at + 1)
+            self._read = self._read_next
+            return True
+        return self._begin_value()
+
+    def _read_text(self) -> bool:
+        """Content, as far as a mark."""
+        start = self._form.start
+        at = self._text.find(start, self._at) if start else -1
+        if at >= 0:
+            self._emit(self._text[self._at : at])
+            self._at = at
+            self._take(at + len(start))
+            self._is_bare, self._read = False, self._read_marked
+            return True
+        end = len(self._text) - partial(self._text, self._at, start)
+        self._emit(self._text[self._at : end])
+        self._at = end
+        return False
+
+    def _read_marked(self) -> bool:
+        """Between a mark and a value."""
+        if not self._skip_blanks():
+            return False
+        if self._text[self._at] in ("<" if self._form.xml else "[{"):
+            return self._begin_value()
+        return self._read_name() if self._form.named else self._fail()
+
+    def _read_name(self) -> bool:
+        run = _NAME_RUN.match(self._text, self._at)
+        end = run.end() if run else self._at
+        if end == len(self._text) and end - self._at < _MAX_NAME:
+            return False
+        name = _NAME.fullmatch(self._text, self._at, end)
+        if not name or not self._text.startswith("{", end):
+            return self._fail()
+        self._take(end)
+        return self._begin_value(name[1])
+
+    def _read_next(self) -> bool:
+        """Read on after a separator: blanks, then the next value."""
+        if not self._skip_blanks():
+            return False
+        return self._begin_value() if self._text[self._at] in "[{" else self._fail()
+
+    def _begin_value(self, name: str | None = None) -> bool:
+        self._value_at, self._name = len(self._held), name
+        self._scan = XmlScan() if self._form.xml else JsonScan()
+        self._read = self._read_value
+        return True
+
+    def _read_value(self) -> bool:
+        self._take(self._scan.feed(self._text, self._at))
+        if self._scan.is_bad:
+            return self._fail()
+        if not self._scan.is_done:
+            return False
+        calls = self._called("".join(self._held[self._value_at :]))
+        if not calls:
+            return self._fail()
+        self._open += calls
+        if not self._form.end:
+            self._confirm()
+        self._read = self._read_behind
+        return True
+
+    def _called(self, value: str) -> list[tuple[str, str]]:
+        """Name and arguments of the calls in a complete value; none if it is something else."""
+        try:
+            if isinstance(self._scan, XmlScan):
+                return [self._scan.call(self._schemas)]
+            if self._name is not None:
+                return [(self._name, strict_json(value))]
+            return calls_of_json(value, needs_arguments=self._is_bare)
+        except (ValueError, RecursionError):
+            return []
+
+    def _read_behind(self) -> bool:
+        """Read on after a value: an end mark, another value, or text outside of calls."""
+        form = self._form
+        if not self._skip_blanks():
+            return False
+        if self._open:
+            if self._text.startswith(form.end, self._at):
+                self._confirm()
+                self._at += len(form.end)
+                return True
+            if self._may_become(form.end):
+                return False
+        else:
+            self._held.clear()
+        if form.start and self._text.startswith(form.start, self._at):
+            self._confirm()
+            self._read = self._read_text
+            return True
+        if self._may_become(form.start):
+            return False
+        char = self._text[self._at]
+        if self._may_be_list and char == "]":
+            self._at += 1
+            self._read = self._read_text
+            return True
+        if (self._open or not form.end) and not form.xml and char in "[{":
+            return self._begin_value()
+        if (self._open or not form.end) and not form.xml and char in _SEPARATORS:
+            self._take(self._at + 1)
+            self._read = self._read_next
+            return True
+        return self._fail()
+
+    def _may_become(self, mark: str) -> bool:
+        """Whether the text ends in the middle of a mark."""
+        rest = self._text[self._at : self._at + len(mark)]
+        return len(rest) < len(mark) and mark.startswith(rest)
+
+    def _skip_blanks(self) -> bool:
+        blanks = _BLANKS.match(self._text, self._at)
+        self._take(blanks.end() if blanks else self._at)
+        return self._at < len(self._text)
+
+    def _take(self, end: int) -> None:
+        self._held.append(self._text[self._at : end])
+        self._at = end
+
+    def _fail(self) -> bool:
+        """Give out the held text as content, because it is no call."""
+        self._emit("".join(self._held))
+        self._held.clear()
+        self._open.clear()
+        self._read = self._read_text
+        return True
+
+    def _confirm(self) -> None:
+        """Hand on the open calls, and drop the held text from which they were read."""
+        self._held.clear()
+        if not self._open:
+            return
+        if not self._has_content:
+            self._blanks.clear()
+        room = None if self._max_calls is None else self._max_calls - self.num_calls
+        kept = self._open[:room]
+        self._calls += [Call(*each, self._new_id()) for each in kept]
+        self.num_calls += len(kept)
+        self._open = []
+        self._ends_with_call = True
+
+    def _emit(self, text: str) -> None:
+        if not text:
+            return
+        if not self._has_content and text.isspace():
+            self._blanks.append(text)
+            return
+        if not self._has_content:
+            self._content += self._blanks
+            self._blanks.clear()
+            self._has_content, self.num_calls_before = True, self.num_calls
+        self._ends_with_call = self._ends_with_call and text.isspace()
+        self._content.append(text)
+
+    def _new_id(self) -> str:
+        if self._has_short_ids:
+            return "".join(random.choices(string.ascii_letters + string.digits, k=9))
+        return f"call_{uuid.uuid4().hex[:24]}"
