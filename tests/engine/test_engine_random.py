@@ -16,6 +16,7 @@ from fusewright.engine.messages.sampling_params import SamplingParams
 from .toy import (
     TOKENIZER,
     Setup,
+    Solo,
     ToyRunner,
     check_invariants,
     in_windows,
@@ -40,6 +41,10 @@ class Client:
     tokenizer: bool = True
     sent: dict[str, tuple[list[int], SamplingParams, bool]] = field(default_factory=dict)
     last: dict[str, RequestOutput] = field(default_factory=dict)
+    right: dict[str, Solo] = field(default_factory=dict)
+    """The whole answer that each request must get, once it was asked for."""
+    likely: dict[str, list[tuple[float, int, list[int]]]] = field(default_factory=dict)
+    """``logprobs_of`` each token of it."""
     num_steps: int = 0
 
     def __post_init__(self) -> None:
@@ -91,9 +96,24 @@ class Client:
         self.last[request_id] = output
         check_invariants(self.engine.core.scheduler)
 
-    def _solo(self, request_id: str):  # type: ignore[no-untyped-def]
-        prompt, params, _ = self.sent[request_id]
-        return solo(prompt, params, self.setup.max_model_len, self.setup.windows)
+    def _solo(self, request_id: str) -> Solo:
+        if request_id not in self.right:
+            prompt, params, _ = self.sent[request_id]
+            self.right[request_id] = solo(
+                prompt, params, self.setup.max_model_len, self.setup.windows
+            )
+        return self.right[request_id]
+
+    def _logprobs(self, request_id: str) -> list[tuple[float, int, list[int]]]:
+        if request_id not in self.likely:
+            prompt, params, _ = self.sent[request_id]
+            tokens, found = self._solo(request_id).token_ids, []
+            for i in range(len(tokens)):
+                seen = in_windows([*prompt, *tokens[:i]], self.setup.windows)
+                logprob, rank, _, likeliest = logprobs_of(seen, params.logprobs or 0)
+                found.append((logprob, rank, likeliest))
+            self.likely[request_id] = found
+        return self.likely[request_id]
 
     def _receive(self, output: RequestOutput) -> None:
         prompt, params, final_only = self.sent[output.request_id]
@@ -113,7 +133,7 @@ class Client:
         self.last[output.request_id] = output
 
     def _check_against_solo(self, request_id: str, completion: CompletionOutput) -> None:
-        prompt, params, _ = self.sent[request_id]
+        _, params, _ = self.sent[request_id]
         right = self._solo(request_id)
         if completion.finished:
             assert completion.token_ids == right.token_ids
@@ -129,13 +149,13 @@ class Client:
         assert completion.logprobs is not None
         assert len(completion.logprobs) == len(completion.token_ids)
         total = 0.0
-        for i, entry in enumerate(completion.logprobs):
-            seen = in_windows([*prompt, *completion.token_ids[:i]], self.setup.windows)
-            logprob, rank, _, likeliest = logprobs_of(seen, params.logprobs)
-            sampled = entry[completion.token_ids[i]]
-            assert next(iter(entry)) == completion.token_ids[i]
-            assert (sampled.logprob, sampled.rank) == (logprob, rank)
-            assert set(entry) == {completion.token_ids[i], *likeliest}
+        expected = self._logprobs(request_id)
+        for token, entry, (logprob, rank, likeliest) in zip(
+            completion.token_ids, completion.logprobs, expected, strict=False
+        ):
+            assert next(iter(entry)) == token
+            assert (entry[token].logprob, entry[token].rank) == (logprob, rank)
+            assert set(entry) == {token, *likeliest}
             total += logprob
         assert completion.cumulative_logprob == pytest.approx(total)
 
