@@ -41,10 +41,8 @@ class Client:
     tokenizer: bool = True
     sent: dict[str, tuple[list[int], SamplingParams, bool]] = field(default_factory=dict)
     last: dict[str, RequestOutput] = field(default_factory=dict)
-    right: dict[str, Solo] = field(default_factory=dict)
-    """The whole answer that each request must get, once it was asked for."""
-    likely: dict[str, list[tuple[float, int, list[int]]]] = field(default_factory=dict)
-    """``logprobs_of`` each token of it."""
+    likely: dict[str, list[Any]] = field(default_factory=dict)
+    """``logprobs_of`` each token of a request's whole answer."""
     num_steps: int = 0
 
     def __post_init__(self) -> None:
@@ -97,22 +95,16 @@ class Client:
         check_invariants(self.engine.core.scheduler)
 
     def _solo(self, request_id: str) -> Solo:
-        if request_id not in self.right:
-            prompt, params, _ = self.sent[request_id]
-            self.right[request_id] = solo(
-                prompt, params, self.setup.max_model_len, self.setup.windows
-            )
-        return self.right[request_id]
+        prompt, params, _ = self.sent[request_id]
+        return solo(prompt, params, self.setup.max_model_len, self.setup.windows)
 
-    def _logprobs(self, request_id: str) -> list[tuple[float, int, list[int]]]:
+    def _logprobs(self, request_id: str, count: int) -> list[Any]:
         if request_id not in self.likely:
-            prompt, params, _ = self.sent[request_id]
-            tokens, found = self._solo(request_id).token_ids, []
-            for i in range(len(tokens)):
-                seen = in_windows([*prompt, *tokens[:i]], self.setup.windows)
-                logprob, rank, _, likeliest = logprobs_of(seen, params.logprobs or 0)
-                found.append((logprob, rank, likeliest))
-            self.likely[request_id] = found
+            tokens = [*self.sent[request_id][0], *(right := self._solo(request_id).token_ids)]
+            self.likely[request_id] = [
+                logprobs_of(in_windows(tokens[:end], self.setup.windows), count)
+                for end in range(len(tokens) - len(right), len(tokens))
+            ]
         return self.likely[request_id]
 
     def _receive(self, output: RequestOutput) -> None:
@@ -149,10 +141,9 @@ class Client:
         assert completion.logprobs is not None
         assert len(completion.logprobs) == len(completion.token_ids)
         total = 0.0
-        expected = self._logprobs(request_id)
-        for token, entry, (logprob, rank, likeliest) in zip(
-            completion.token_ids, completion.logprobs, expected, strict=False
-        ):
+        expected = self._logprobs(request_id, params.logprobs)
+        entries = zip(completion.token_ids, completion.logprobs, expected, strict=False)
+        for token, entry, (logprob, rank, _, likeliest) in entries:
             assert next(iter(entry)) == token
             assert (entry[token].logprob, entry[token].rank) == (logprob, rank)
             assert set(entry) == {token, *likeliest}
@@ -213,6 +204,10 @@ def play(setup: Setup, rng: random.Random, num_steps: int, busy: float) -> Clien
             client.abort(rng.choice(client.open_ids))
         client.step()
     client.drain()
+    if not setup.enable_chunked_prefill:
+        for batch in runner_of(client.engine).batches:
+            firsts = batch.num_sampled[batch.starts == 0]
+            assert firsts.all(), "a prompt runs whole"
     return client
 
 
@@ -304,19 +299,6 @@ def test_a_prompt_in_many_chunks_decodes_beside_others() -> None:
     client.drain()
     mixed = [b for b in runner_of(client.engine).batches if b.num_seqs == 2 and b.num_tokens == 7]
     assert len(mixed) >= 16, "a decode and a chunk of 6 share each step"
-
-
-def test_without_chunked_prefill_prompts_run_whole() -> None:
-    setup = Setup(max_num_batched_tokens=64, enable_chunked_prefill=False, num_blocks=32)
-    client = play(setup, random.Random(5), num_steps=300, busy=0.3)
-    first = [
-        sampled
-        for batch in runner_of(client.engine).batches
-        for start, sampled in zip(batch.starts, batch.num_sampled, strict=True)
-        if start == 0
-    ]
-    assert len(first) > 50
-    assert all(first)
 
 
 def test_without_a_tokenizer_token_ids_go_in_and_come_out() -> None:
