@@ -152,6 +152,13 @@ def frozen_heap() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.fixture
+def no_engine_is_left() -> Iterator[None]:
+    """A process has one engine of several ranks at a time."""
+    yield
+    gc.collect()
+
+
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

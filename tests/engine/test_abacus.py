@@ -16,6 +16,16 @@ from fusewright.model_executor.abacus.problems import TASKS, Problem, held_out
 EVERY = [("abacus", level) for level in range(4)] + [("abacus-moe", 2)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 PROBLEMS = held_out(1000, seed=3)
+REQUESTS = [
+    GREEDY,
+    SamplingParams(temperature=1.5, seed=7, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=1.2, top_p=0.9, top_k=20, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=0.9, min_p=0.01, presence_penalty=1.0, max_tokens=20),
+    SamplingParams(temperature=0.0, repetition_penalty=1.3, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=1.0, min_tokens=6, stop=["1", "a"], max_tokens=20),
+    SamplingParams(temperature=0.0, logprobs=3, max_tokens=5, ignore_eos=True),
+]
+"""Greedy, sampled, penalized and stopped."""
 
 
 def make(level: int, device: torch.device, model: str = "abacus", **options: Any) -> LLM:
@@ -86,16 +96,7 @@ def test_decode_steps_replay_full_graphs(device: torch.device) -> None:
 def test_async_scheduling_changes_nothing(device: torch.device, options: dict[str, Any]) -> None:
     """Greedy, sampled, penalized and stopped requests, with one step in flight and without."""
     prompts = [p.prompt for p in PROBLEMS[:40]]
-    every = [
-        GREEDY,
-        SamplingParams(temperature=1.5, seed=7, max_tokens=20, ignore_eos=True),
-        SamplingParams(temperature=1.2, top_p=0.9, top_k=20, max_tokens=20, ignore_eos=True),
-        SamplingParams(temperature=0.9, min_p=0.01, presence_penalty=1.0, max_tokens=20),
-        SamplingParams(temperature=0.0, repetition_penalty=1.3, max_tokens=20, ignore_eos=True),
-        SamplingParams(temperature=1.0, min_tokens=6, stop=["1", "a"], max_tokens=20),
-        SamplingParams(temperature=0.0, logprobs=3, max_tokens=5, ignore_eos=True),
-    ]
-    params = [every[i % len(every)] for i in range(len(prompts))]
+    params = [REQUESTS[i % len(REQUESTS)] for i in range(len(prompts))]
     results = []
     for in_flight in (True, False):
         llm = make(2, device, async_scheduling=in_flight, **options)

@@ -242,7 +242,7 @@ def test_graphs_read_the_table_of_each_group(tmp_path: Path) -> None:
     recording = Hardware(device="cpu", name="recording", graphs="recording")
     llm = LLM.from_engine(Engine(options, recording))
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    expected = references("qwen2_window")
+    expected = references("qwen2_window", True)
     outputs = llm.generate([list(r.prompt) for r in expected], params, use_tqdm=False)
     assert [output.outputs[0].token_ids for output in outputs] == [r.token_ids for r in expected]
     dispatch = llm.report()["dispatch"]

@@ -22,6 +22,7 @@ def test_one_of_three_processes_compiles_and_all_answer(
     options = {
         "model": "abacus",
         "device": device.type,
+        "optimization_level": 1,  # which compiles least
         "compile_cache_dir": [str(store)],
         "max_num_seqs": 4,
         "num_gpu_blocks_override": 64,

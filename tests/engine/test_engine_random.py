@@ -16,6 +16,7 @@ from fusewright.engine.messages.sampling_params import SamplingParams
 from .toy import (
     TOKENIZER,
     Setup,
+    Solo,
     ToyRunner,
     check_invariants,
     in_windows,
@@ -40,6 +41,8 @@ class Client:
     tokenizer: bool = True
     sent: dict[str, tuple[list[int], SamplingParams, bool]] = field(default_factory=dict)
     last: dict[str, RequestOutput] = field(default_factory=dict)
+    likely: dict[str, list[Any]] = field(default_factory=dict)
+    """``logprobs_of`` each token of a request's whole answer."""
     num_steps: int = 0
 
     def __post_init__(self) -> None:
@@ -91,9 +94,18 @@ class Client:
         self.last[request_id] = output
         check_invariants(self.engine.core.scheduler)
 
-    def _solo(self, request_id: str):  # type: ignore[no-untyped-def]
+    def _solo(self, request_id: str) -> Solo:
         prompt, params, _ = self.sent[request_id]
         return solo(prompt, params, self.setup.max_model_len, self.setup.windows)
+
+    def _logprobs(self, request_id: str, count: int) -> list[Any]:
+        if request_id not in self.likely:
+            tokens = [*self.sent[request_id][0], *(right := self._solo(request_id).token_ids)]
+            self.likely[request_id] = [
+                logprobs_of(in_windows(tokens[:end], self.setup.windows), count)
+                for end in range(len(tokens) - len(right), len(tokens))
+            ]
+        return self.likely[request_id]
 
     def _receive(self, output: RequestOutput) -> None:
         prompt, params, final_only = self.sent[output.request_id]
@@ -113,7 +125,7 @@ class Client:
         self.last[output.request_id] = output
 
     def _check_against_solo(self, request_id: str, completion: CompletionOutput) -> None:
-        prompt, params, _ = self.sent[request_id]
+        _, params, _ = self.sent[request_id]
         right = self._solo(request_id)
         if completion.finished:
             assert completion.token_ids == right.token_ids
@@ -129,13 +141,12 @@ class Client:
         assert completion.logprobs is not None
         assert len(completion.logprobs) == len(completion.token_ids)
         total = 0.0
-        for i, entry in enumerate(completion.logprobs):
-            seen = in_windows([*prompt, *completion.token_ids[:i]], self.setup.windows)
-            logprob, rank, _, likeliest = logprobs_of(seen, params.logprobs)
-            sampled = entry[completion.token_ids[i]]
-            assert next(iter(entry)) == completion.token_ids[i]
-            assert (sampled.logprob, sampled.rank) == (logprob, rank)
-            assert set(entry) == {completion.token_ids[i], *likeliest}
+        expected = self._logprobs(request_id, params.logprobs)
+        entries = zip(completion.token_ids, completion.logprobs, expected, strict=False)
+        for token, entry, (logprob, rank, _, likeliest) in entries:
+            assert next(iter(entry)) == token
+            assert (entry[token].logprob, entry[token].rank) == (logprob, rank)
+            assert set(entry) == {token, *likeliest}
             total += logprob
         assert completion.cumulative_logprob == pytest.approx(total)
 
@@ -193,6 +204,10 @@ def play(setup: Setup, rng: random.Random, num_steps: int, busy: float) -> Clien
             client.abort(rng.choice(client.open_ids))
         client.step()
     client.drain()
+    if not setup.enable_chunked_prefill:
+        for batch in runner_of(client.engine).batches:
+            firsts = batch.num_sampled[batch.starts == 0]
+            assert firsts.all(), "a prompt runs whole"
     return client
 
 
@@ -284,19 +299,6 @@ def test_a_prompt_in_many_chunks_decodes_beside_others() -> None:
     client.drain()
     mixed = [b for b in runner_of(client.engine).batches if b.num_seqs == 2 and b.num_tokens == 7]
     assert len(mixed) >= 16, "a decode and a chunk of 6 share each step"
-
-
-def test_without_chunked_prefill_prompts_run_whole() -> None:
-    setup = Setup(max_num_batched_tokens=64, enable_chunked_prefill=False, num_blocks=32)
-    client = play(setup, random.Random(5), num_steps=300, busy=0.3)
-    first = [
-        sampled
-        for batch in runner_of(client.engine).batches
-        for start, sampled in zip(batch.starts, batch.num_sampled, strict=True)
-        if start == 0
-    ]
-    assert len(first) > 50
-    assert all(first)
 
 
 def test_without_a_tokenizer_token_ids_go_in_and_come_out() -> None:

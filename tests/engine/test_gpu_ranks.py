@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from tests.serve.server_process import wait_for
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.whole_gpu,
+    pytest.mark.usefixtures("no_engine_is_left"),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 PROBLEMS = held_out(40, seed=3)
@@ -34,13 +33,6 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 64,
     "gpu_memory_utilization": 0.3,
 }
-
-
-@pytest.fixture(autouse=True)
-def no_engine_is_left() -> Iterator[None]:
-    """A process has one engine of several ranks at a time."""
-    yield
-    gc.collect()
 
 
 def answers(llm: LLM) -> list[str]:

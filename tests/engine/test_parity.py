@@ -19,6 +19,8 @@ from tests.model_executor.tiny_models import BY_NAME, MOE_MODELS, TINY_MODELS
 
 PROMPT_LENGTHS = (1, 5, 17, 40)
 NUM_TOKENS = 64
+FEW_TOKENS = 24
+"""Enough for every chunk and kind of step; too few for requests to preempt each other."""
 CHUNKS = (1, 7, 16, 64)
 BLOCK_SIZES = (8, 16, 32)
 MAX_LEN = 128
@@ -42,17 +44,17 @@ def prompts() -> list[tuple[int, ...]]:
 
 
 @cache
-def references(name: str) -> list[Reference]:
-    model = BY_NAME[name].model()
-    return [_generate(model, prompt) for prompt in prompts()]
+def references(name: str, crowded: bool = False) -> list[Reference]:
+    model, num_tokens = BY_NAME[name].model(), NUM_TOKENS if crowded else FEW_TOKENS
+    return [_generate(model, prompt, num_tokens) for prompt in prompts()]
 
 
 @torch.inference_mode()
-def _generate(model: Any, prompt: tuple[int, ...]) -> Reference:
+def _generate(model: Any, prompt: tuple[int, ...], num_tokens: int) -> Reference:
     token_ids: list[int] = []
     rows: list[Tensor] = []
     step, cache_ = torch.tensor([prompt]), None
-    for _ in range(NUM_TOKENS):
+    for _ in range(num_tokens):
         out = model(step, past_key_values=cache_, use_cache=True)
         rows.append(out.logits[0, -1].float())
         cache_ = out.past_key_values
@@ -84,12 +86,13 @@ class LogitsRecorder:
 
 
 def check(llm: LLM, recorder: LogitsRecorder, expected: list[Reference], label: str) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    num_tokens = len(expected[0].token_ids)
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     recorder.rows.clear()
     outputs = llm.generate([list(r.prompt) for r in expected], params, use_tqdm=False)
     for output, reference in zip(outputs, expected, strict=True):
         start = len(reference.prompt)
-        rows = [recorder.rows[output.request_id, start + i] for i in range(NUM_TOKENS)]
+        rows = [recorder.rows[output.request_id, start + i] for i in range(num_tokens)]
         error = (torch.stack(rows) - reference.logits).abs().max().item()
         assert error <= ATOL, f"{label}: logits of a prompt of {start} tokens are off by {error}"
         assert list(output.outputs[0].token_ids) == reference.token_ids, label
@@ -118,15 +121,19 @@ CASES = [
 a mixture of experts at each other level.  The two dense models that several levels have meet every
 block size."""
 
+CROWDED = ("llama_gqa", "mistral_window", "qwen2_window", OF_EXPERTS[1])
+"""Models whose requests also preempt each other: what is computed anew depends on groups of layers
+and their windows, not on what a layer is made of."""
+
 
 @pytest.mark.parametrize(("name", "level", "block_size"), CASES)
 def test_tokens_and_logits_equal_transformers(
     name: str, level: int, block_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ragged batches in chunks, with and without preemption.  Every chunk size is one of some
-    model's."""
+    """Ragged batches in chunks, for some models with preemption too.  Every chunk size is one of
+    some model's."""
     BY_NAME[name].save(tmp_path)
-    expected = references(name)
+    expected = references(name, name in CROWDED)
     chunk = CHUNKS[CASES.index((name, level, block_size)) % len(CHUNKS)]
     llm = LLM(
         str(tmp_path),
@@ -145,8 +152,9 @@ def test_tokens_and_logits_equal_transformers(
     scheduler.step_limits = replace(scheduler.step_limits, max_num_batched_tokens=chunk)
     check(llm, recorder, expected, f"-O{level} block {block_size} chunk {chunk}")
     assert scheduler.num_preemptions == 0
-    crowd(scheduler)
-    check(llm, recorder, expected, f"-O{level} block {block_size} preempted")
-    assert scheduler.num_preemptions > 0
+    if name in CROWDED:
+        crowd(scheduler)
+        check(llm, recorder, expected, f"-O{level} block {block_size} preempted")
+        assert scheduler.num_preemptions > 0
     assert scheduler.pool.num_free == scheduler.pool.num_blocks
     assert pool.num_free == pool.num_blocks

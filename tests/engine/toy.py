@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,13 @@ def solo(
     windows: Sequence[int] = (0,),
 ) -> Solo:
     """Generate one token after the other with no engine at all."""
+    return _solo(tuple(prompt), params, max_model_len, tuple(windows))
+
+
+@lru_cache(1024)
+def _solo(
+    prompt: tuple[int, ...], params: SamplingParams, max_model_len: int, windows: tuple[int, ...]
+) -> Solo:
     out: list[int] = []
     room = max_model_len - len(prompt)
     limit = room if params.max_tokens is None else min(room, params.max_tokens)
