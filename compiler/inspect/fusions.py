@@ -62,15 +62,15 @@ _PARTS: dict[type[Stage], tuple[str, ...]] = {
 @cache
 def chain_fusions() -> tuple[tuple[tuple[str, ...], str, Pattern], ...]:
     """For each pattern of the table of chain kernels: its parts, the op, and the pattern."""
-    found = {}
+    fusions_of = {}
     for op, kernels in (("chain", CUDA.kernels), ("chain_over_ranks", OVER_RANKS)):
         for pattern in (p for kernel in kernels for p in kernel.patterns if len(p) > 1):
             parts = tuple(part for stage in pattern for part in _PARTS[stage])
             if op == "chain_over_ranks":
                 at = parts.index("add")
                 parts = (*parts[:at], "all-reduce", *parts[at:])
-            found[parts, op] = (parts, op, pattern)
-    return tuple(found.values())
+            fusions_of[parts, op] = (parts, op, pattern)
+    return tuple(fusions_of.values())
 
 
 def has_pattern(text: str, pattern: Pattern) -> bool:

@@ -68,7 +68,7 @@ def search(
     *,
     seconds: float,
     on_point: Callable[[int, int], None] = lambda done, total: None,
-    on_done: Callable[[Point, Found[Point, Candidate]], None] = lambda point, found: None,
+    on_done: Callable[[Point, Found[Point, Candidate]], None] = lambda point, search: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Found[Point, Candidate]:
     """Measure each point, until the time is up.
@@ -81,14 +81,14 @@ def search(
     Raises:
         Exception: that of a measure, after the others have finished what they were at.
     """
-    end, found, lock = clock() + seconds, Found[Point, Candidate](), Lock()
+    end, outcome, lock = clock() + seconds, Found[Point, Candidate](), Lock()
     left = deque(points)
     total = len(left)
 
     def take() -> Point | None:
         with lock:
             if left and clock() >= end:
-                found.skipped.extend(left)
+                outcome.skipped.extend(left)
                 left.clear()
             if not left:
                 return None
@@ -105,8 +105,8 @@ def search(
                 raise
             if times is not None:
                 with lock:
-                    found.times[point] = times
-                    on_done(point, found)
+                    outcome.times[point] = times
+                    on_done(point, outcome)
 
     first, *others = measures  # the first in this thread, whose modes and device hold
     with ThreadPoolExecutor(max(len(others), 1)) as pool:
@@ -114,7 +114,7 @@ def search(
         work(first)
     for each in started:
         each.result()
-    return found
+    return outcome
 
 
 def table_here(commit: str = "", how: str = "", **sections: Any) -> DeviceTable:

@@ -103,8 +103,8 @@ class Tuner:
             calls = {i.name: [partial(op.overload(i.name), *v) for v in inputs] for i in fits}
             return {name: self._timer(fns) for name, fns in calls.items()}
 
-        found = search(NUM_TOKENS, [at], seconds=math.inf).times
-        times = {i.name: {n: measured[i.name] for n, measured in found.items()} for i in fits}
+        timed = search(NUM_TOKENS, [at], seconds=math.inf).times
+        times = {i.name: {n: measured[i.name] for n, measured in timed.items()} for i in fits}
         self.measured[call] = times
         return times
 

@@ -104,12 +104,12 @@ def tune_for(
     tokens = sorted(TOKENS, key=lambda count: (count <= MOST_UNSORTED, count))
     own = measure(experts)
     try:
-        found = tune(
+        outcome = tune(
             experts, [own], tokens=tokens, seconds=config.tune_seconds / 2, on_point=on_point
         )
     finally:
         own.free()
-    return table_of(experts, found.winners()) if found.times else None, found
+    return table_of(experts, outcome.winners()) if outcome.times else None, outcome
 
 
 class ExpertMeasure:

@@ -94,14 +94,14 @@ def fill(
             least = most + 1
     # Every weight at one range before any at the next: what time leaves out is the same for all.
     pending.sort(key=lambda each: each.most)
-    found = search(pending, [measure], **how)
-    found.known = known
-    return found
+    outcome = search(pending, [measure], **how)
+    outcome.known = known
+    return outcome
 
 
-def algorithms_of(found: Found[Range, Algorithm | None]) -> tuple[Algorithm, ...]:
+def algorithms_of(outcome: Found[Range, Algorithm | None]) -> tuple[Algorithm, ...]:
     """The entries that gained."""
-    return tuple(entry for entry in found.winners().values() if entry is not None)
+    return tuple(entry for entry in outcome.winners().values() if entry is not None)
 
 
 def weights_of(graph: fx.Graph) -> list[Weight]:
@@ -146,9 +146,9 @@ def tune_weights(weights: Sequence[Weight], **how: Any) -> Found[Range, Algorith
     device = torch.device("cuda", torch.cuda.current_device())
     measure = LibraryMeasure(weights)
     with torch.inference_mode():
-        found = fill(weights, serving(device), measure, served=_served_by_clusters, **how)
+        filled = fill(weights, serving(device), measure, served=_served_by_clusters, **how)
     measure.free()
-    return found
+    return filled
 
 
 def _served_by_clusters(weight: Weight) -> int:

@@ -96,16 +96,6 @@ def calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]
         yield *given, m.dim**-0.5, m.window, 0.0, kv_scale, out_scale
     elif op in LAYERS:
         yield from LAYERS[op](m, tokens)
-    elif op == "chain_over_ranks":
-        for x, residual, operands, text in chain_calls(m, tokens):
-            if "experts" not in text:
-                yield (
-                    x,
-                    residual,
-                    operands,
-                    text.replace("eps=1e-05", "eps=1e-05, reduce=True"),
-                    "tp",
-                )
     elif op in EXPERT_OPS:
         yield from expert_calls(op, m, tokens)
     elif op.startswith("all_reduce_"):
@@ -255,7 +245,14 @@ def linear_calls(m: Model, tokens: int) -> Iterator[tuple[Any, ...]]:
             yield x, weight, None, x_scale, weight_scale, m.dtype, *after
 
 
-LAYERS = {"linear": linear_calls, "chain": chain_calls}
+def ranks_calls(m: Model, tokens: int) -> Iterator[tuple[Any, ...]]:
+    """The chains whose norms sum over ranks."""
+    for x, residual, operands, text in chain_calls(m, tokens):
+        if "experts" not in text:
+            yield x, residual, operands, text.replace("eps=1e-05", "eps=1e-05, reduce=True"), "tp"
+
+
+LAYERS = {"linear": linear_calls, "chain": chain_calls, "chain_over_ranks": ranks_calls}
 
 
 def launches(op: str, m: Model, sizes: Iterable[tuple[int, int]]) -> Iterator[Launch]:
