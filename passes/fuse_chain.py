@@ -81,7 +81,7 @@ class FuseChain:
         before = list(gm.graph.nodes)
         taken: set[fx.Node] = set()
         joined: set[fx.Node] = set()
-        missed: dict[fx.Node, str] = {}
+        missed: dict[fx.Node, tuple[str, str]] = {}
         for node in before:
             if node in taken or not is_call(node, LINEAR):
                 continue
@@ -94,15 +94,17 @@ class FuseChain:
                 build = _build(chain, len(chain.totals))
                 context.replace(self, chain.value, sorted({*chain.nodes}), outputs, build)
             ends = [grown.cut] if grown.cut else []
+            stages = grown.after[-1].stages if grown.after else ()
+            text = str(Chain(stages)) if stages else ""
             for joint in ends:
-                missed.setdefault(joint, grown.reason)
+                missed.setdefault(joint, (grown.reason, text))
             for joint in grown.after[-1].joints if grown.after else ():
-                missed.setdefault(joint, reason)
+                missed.setdefault(joint, (reason, text))
         for node in before:
             if node in joined:
                 report.match(node.name)
             elif node not in taken and is_expected(node):
-                report.miss(node.name, missed.get(node) or _why_unread(node))
+                report.miss(node.name, *(missed.get(node) or (_why_unread(node),)))
         return report
 
 

@@ -17,12 +17,14 @@ class RequiredFusionError(UserError):
 @dataclass(frozen=True)
 class Site:
     """One place where a rule could apply.  ``name`` is the graph node; ``module`` says where in the
-    model it was traced; ``reason`` why it was missed, or why a part of it was left as it was."""
+    model it was traced; ``reason`` why it was missed, or why a part of it was left as it was;
+    ``chain`` what had been read of a chain that was cut there."""
 
     name: str
     matched: bool
     reason: str = ""
     module: str = ""
+    chain: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,8 @@ class PassReport:
         """Add a matched site; ``left`` says which part of it was left as it was, and why."""
         self.sites.append(Site(name, matched=True, reason=left))
 
-    def miss(self, name: str, reason: str) -> None:
-        self.sites.append(Site(name, matched=False, reason=reason))
+    def miss(self, name: str, reason: str, chain: str = "") -> None:
+        self.sites.append(Site(name, matched=False, reason=reason, chain=chain))
 
     def summary(self) -> str:
         """One line: how many expected sites matched, and the reasons of the others and of those
@@ -116,7 +118,10 @@ def check_required(reports: Iterable[PassReport], required: Iterable[tuple[str, 
         if report is None:
             raise RequiredFusionError(f"require_fusion={name}: this pass does not run here")
         if report.missed:
-            sites = ", ".join(f"{site.name} ({site.reason})" for site in report.missed)
+            sites = ", ".join(
+                f"{site.name} ({site.reason}{f': {site.chain}' if site.chain else ''})"
+                for site in report.missed
+            )
             raise RequiredFusionError(f"require_fusion={name}: missed {sites}")
         if report.matched < count:
             raise RequiredFusionError(

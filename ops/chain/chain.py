@@ -155,7 +155,7 @@ def _implementation(op: SemanticOp, args: tuple[Any, ...], way: Way) -> Implemen
 
 def _run(*args: Any, way: Way) -> Results:
     call = Call.of(args)
-    steps, chosen = cover(call, way.kernels)
+    steps, chosen = cover(args, way.kernels)
     state, at = call.state, 0
 
     def visit(op: SemanticOp, *args: Any) -> Any:
@@ -189,7 +189,7 @@ def _launches(*args: Any, way: Way) -> Launches[Results]:
     in_turn = tuple(k for k in way.kernels if k is SUM_OF_CSRC or k is SUM_OF_TRITON)
     planned: list[Launch] = []
     for kernels in dict.fromkeys((in_turn, way.kernels)):
-        results = _plan(call, cover(call, kernels).steps, way, planned)
+        results = _plan(call, cover(args, kernels).steps, way, planned)
     return planned, results
 
 
@@ -227,7 +227,7 @@ def _names(*args: Any, way: Way) -> tuple[str, ...]:
         return op.fake(*args)
 
     state = call.state
-    for step in cover(call, way.kernels).steps:
+    for step in cover(args, way.kernels).steps:
         if step.kernel is None:
             state = _in_turn(call, step, state, visit)
         else:

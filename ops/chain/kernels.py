@@ -266,11 +266,6 @@ Facts = tuple[tuple[torch.dtype, torch.Size], ...]
 """Dtype and shape of x, the residual, and the operands."""
 
 
-def facts_of(call: Call) -> Facts:
-    tensors = [call.x, call.residual, *(t for each in call.operands for t in each.values())]
-    return tuple([(t.dtype, t.shape) for t in tensors])
-
-
 class Cover(NamedTuple):
     """How a chain is computed: its steps, and what has been chosen for the ops of stages in turn,
     by the number of the stage and the op."""
@@ -279,11 +274,13 @@ class Cover(NamedTuple):
     chosen: dict[Any, Any]
 
 
-def cover(call: Call, kernels: tuple[ChainKernel, ...]) -> Cover:
-    """How a chain is computed by these kernels on its own device."""
-    group, device = call.group_name, call.x.device
+def cover(args: tuple[Any, ...], kernels: tuple[ChainKernel, ...]) -> Cover:
+    """How the chain of a call of the op is computed by these kernels on its own device."""
+    x, residual, operands, text, *group_name = args
+    group, device = group_name[0] if group_name else None, x.device
     world = 0 if group is None else peer_memory.world_of(group, device)
-    return _cover(call.text, group, world, facts_of(call), device, kernels)
+    facts = tuple([(t.dtype, t.shape) for t in (x, residual, *operands)])
+    return _cover(text, group, world, facts, device, kernels)
 
 
 @lru_cache(4096)

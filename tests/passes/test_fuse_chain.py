@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx
 
 from fusewright import ops
-from fusewright.ops.chain import stages as chain_stages
-from fusewright.ops.chain.stages import AddNorm, Linear, Operands, Stage, State, Visit, parse
-from fusewright.ops.linear.linear import OP as LINEAR
-from fusewright.passes import PassReport, build_passes, chain_readers, run_passes
-from fusewright.passes.chain_readers import Read, Reading
+from fusewright.ops.chain.stages import Linear, parse
+from fusewright.passes import (
+    PassReport,
+    RequiredFusionError,
+    build_passes,
+    check_required,
+    run_passes,
+)
 from tests.passes import experts
 from tests.passes.graphs import capture, hidden, targets
 from tests.passes.models import GROUP
@@ -310,6 +312,14 @@ def test_every_norm_and_activation_that_is_left_says_why(model: Any, reason: str
     assert not any(f" {name} " in f" {site.reason} " for site in report.missed for name in nodes)
 
 
+def test_a_required_chain_that_is_cut_is_printed() -> None:
+    reports = [fused(offset, verify=False)[1]]
+    with pytest.raises(RequiredFusionError) as error:
+        check_required(reports, [("fuse_chain", 1)])
+    cut = f"{L} > add_norm(weight, eps=1e-05, offset=1.0) > {L}"
+    assert f"(the norm's weight has an offset: {cut})" in str(error.value)
+
+
 @pytest.mark.parametrize("model", [experts.moe, experts.experts_read_the_sum])
 def test_experts_that_read_no_norm_of_a_sum_are_no_site(model: Any) -> None:
     """Those behind a model's first norm, and those that read the sum itself."""
@@ -341,60 +351,3 @@ def test_layers_of_two_ranks_are_summed_in_the_chain() -> None:
     assert report.matched == 1 and not report.missed
     (call,) = (node for node in gm.graph.nodes if "chain_over_ranks" in str(node.target))
     assert call.args[4] == GROUP and "reduce=True" in call.args[3]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Delta(Stage):
-    """A linear layer with an adapter beside it: ``linear(x, weight) + (x @ a.T) @ b.T``."""
-
-    tensors: tuple[str, ...] = ("weight", "a", "b")
-    kind: ClassVar[str] = "delta"
-
-    def run(self, state: State, operands: Operands, visit: Visit) -> State:
-        w, a, b = operands.values()
-        rest = (None,) * 6
-        low = visit(LINEAR, state.x, a, *rest)
-        return state._replace(x=visit(LINEAR, state.x, w, *rest) + visit(LINEAR, low, b, *rest))
-
-
-def read_delta(chain: Reading, node: fx.Node) -> Read | None:
-    layers = [user for user in chain.value.users if user.target == LINEAR.overload()]
-    lows = [user for user in layers if any(u.target == LINEAR.overload() for u in user.users)]
-    if len(layers) != 2 or len(lows) != 1:
-        return None
-    (low,), (whole,) = lows, (user for user in layers if user is not lows[0])
-    (high,), (total,) = low.users, whole.users
-    tensors = {"weight": whole.args[1], "a": low.args[1], "b": high.args[1]}
-    return Read(lambda names: Delta(), tensors, [whole, low, high, total], total)
-
-
-@pytest.fixture
-def stage_from_outside() -> Iterator[None]:
-    chain_stages.register(Delta)
-    chain_readers.READERS.insert(0, read_delta)
-    fused.cache_clear()
-    yield
-    chain_readers.READERS.remove(read_delta)
-    del chain_stages.STAGES["delta"]
-    parse.cache_clear()
-    fused.cache_clear()
-
-
-@pytest.mark.usefixtures("stage_from_outside")
-def test_a_stage_from_outside_joins_chains() -> None:
-    """An adapter beside a layer is a stage and its reader, no op and no pass."""
-
-    def model(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
-        total = r + dense(x, w)
-        y = dense(norm(total, nw), w)
-        down = w.view(SIZE, SIZE)[:4].contiguous()
-        z = dense(y, w) + ops.linear(ops.linear(y, down), down.t().contiguous())
-        total = total + dense(z, w)
-        return dense(norm(total, nw), w), total
-
-    gm, report = fused(model)
-    assert (report.matched, report.missed) == (2, [])
-    assert chains(gm) == [f"{L} > {N} > {L} > delta(weight, a, b) > {L} > {N} > {L}"]
-    with pytest.raises(ValueError, match="a stage is called 'delta' already"):
-        chain_stages.register(type("Other", (Stage,), {"kind": "delta"}))
-    assert AddNorm.kind in chain_stages.STAGES
