@@ -100,6 +100,7 @@ def run_passes(
         places = {node.name: module_path(node) for node in gm.graph.nodes}
         calls = {node.name: op_name(node) for node in gm.graph.nodes}
         report = rule(gm, context)
+        calls |= {node.name: op_name(node) for node in gm.graph.nodes}
         report.sites = [
             replace(
                 site,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor
 
@@ -33,7 +33,6 @@ class LayerShare(Protocol):
         """How the layer's tensors are spread over the ranks, by name."""
 
 
-@runtime_checkable
 class Quantizable(Protocol):
     """A layer whose weight can be quantized."""
 
@@ -51,3 +50,9 @@ class Quantizable(Protocol):
 
     def shares(self) -> Sequence[LayerShare]:
         """All that are here: one, or one an expert."""
+
+
+def is_quantizable(module: Any) -> TypeGuard[Quantizable]:
+    """Whether a module is such a layer: by its methods, since a module's tensors are no attributes
+    that ``isinstance`` sees from Python 3.12 on."""
+    return all(callable(getattr(type(module), name, None)) for name in ("share", "shares"))

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...config.errors import UserError
 from ..checkpoint import FLOATS, TensorInfo, open_checkpoint_file
 from ..sharding import ModulePart, Part, ShardRule
-from .layer import LayerShare, Quantizable
+from .layer import LayerShare, is_quantizable
 from .scheme import BLOCK, QuantFormat
 
 Index: TypeAlias = tuple[slice, ...]
@@ -80,7 +80,7 @@ def scale_slots(
     """
     for name, target in names:
         module: Any = modules.get(target.module)
-        if not isinstance(module, Quantizable):
+        if not is_quantizable(module):
             continue
         layer, elsewhere = module.share(target.expert)
         if layer is None:

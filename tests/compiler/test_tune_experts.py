@@ -27,7 +27,7 @@ from fusewright.compiler.lowering.tune_experts import (
     tune_for,
 )
 from fusewright.config import CompileConfig, EngineOptions, Hardware, MachineError, UserError
-from fusewright.config.device_table import DeviceTable
+from fusewright.config.device_table import DeviceTable, read_table
 from fusewright.config.expert_tables import Experts, ExpertTable, ExpertTile
 from fusewright.engine.worker.source import configured_store, find_or_compile
 from fusewright.engine.worker.startup import read_model
@@ -351,5 +351,6 @@ def test_the_command_writes_what_an_engine_reads(
     output = tmp_path / "new" / "tiles"
     words = ["--batch-sizes", "16", "--output", str(output)]
     assert main(["tune", "moe", str(tmp_path), *words]) == 0
-    (path,) = output.glob("E=16,N=32,device_name=*.json")
-    assert "1 tiles in" in capsys.readouterr().out and path.read_text()
+    (path,) = output.glob("nvidia-*.json")
+    (entry,) = read_table(path).experts
+    assert "1 tiles in" in capsys.readouterr().out and dict(entry.tiles).keys() == {16}

@@ -67,5 +67,5 @@ def test_the_launches_of_a_decode_step_are_as_predicted(
     predicted = [call.op for layer in facts.layers for call in layer.calls]
     assert len(kernels) == facts.launches, f"{kernels}\npredicted a layer: {predicted}"
     # The layer shown is one that joins its last linear to the next layer's first; the last cannot.
-    alone = 1 if quantization in (None, "fp8") else 0
+    alone = 0 if quantization == "fp8_static" else 1
     assert sum(n or 0 for n in per_layer) + outside.launches + alone == facts.launches

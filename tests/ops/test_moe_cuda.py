@@ -17,7 +17,7 @@ from torch import Tensor
 from fusewright.ops import BY_NAME
 from fusewright.ops.core.desc import Draw
 from fusewright.ops.core.float8 import E4M3
-from fusewright.ops.experts._moe_cuda import STREAMED
+from fusewright.ops.experts.csrc import STREAMED
 from fusewright.ops.experts.fused_moe import moe_args
 from tests.ops.csrc import csrc_kernels
 from tests.ops.replays import check_replays
