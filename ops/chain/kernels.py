@@ -7,13 +7,13 @@ alone, so ``explain`` and a run agree.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..collective import peer_memory
 from ..core import device_table
@@ -39,12 +39,7 @@ class Part(NamedTuple):
 
     @property
     def rows(self) -> int:
-        total = self.state.total
-        return (
-            int(total.numel() // max(total.shape[-1], 1))
-            if isinstance(total, Tensor)
-            else int(total.numel // max(total.shape[-1], 1))
-        )
+        return math.prod(self.state.total.shape[:-1])
 
 
 def no_launches(part: Part) -> Launches[State] | None:

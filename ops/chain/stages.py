@@ -380,10 +380,6 @@ class Call(NamedTuple):
         """What the first stage is given."""
         return State(self.x, self.residual, group=self.group_name)
 
-    @property
-    def rows(self) -> int:
-        return int(self.x.numel() // max(self.x.shape[-1], 1))
-
     def fold(self, visit: Visit) -> tuple[Any, Any]:
         """Compute the stages in turn: (the result of the last, the sum of the residual stream)."""
         state = self.state
