@@ -57,9 +57,9 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     "serve/http": {  # in the order in which a request meets them
         "intake": set(),
         "jobs": {"intake"},
-        "calls": set(),
-        "endpoints": {"intake", "jobs", "calls"},
-        "": {"intake", "jobs", "calls", "endpoints"},
+        "tool_calls": set(),
+        "endpoints": {"intake", "jobs", "tool_calls"},
+        "": {"intake", "jobs", "tool_calls", "endpoints"},
     },
     "engine": {
         "messages": set(),

@@ -21,13 +21,13 @@ from ...engine.frontend.generation_config import describe_default_sampling
 from ...engine.process.client import EngineClient
 from ...engine.process.wire import Seat
 from .app import make_app
-from .calls.call_reader import detect
 from .helper import DRAINED, READY, Helper, Orders
 from .intake.connections import Connections, limited_by_files
 from .intake.errors import ApiError
 from .intake.hosts import is_loopback
 from .intake.limits import HEAD_S, LimitedProtocol, Uploads
 from .jobs.state import Phase, ServerState, Settings
+from .tool_calls.call_reader import detect
 
 _BACKLOG = 2048
 _FLUSH_S = 2

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from fusewright.serve.commands.serve import PARSERS
-from fusewright.serve.http.calls.call_reader import FORMATS, CallReader, detect
-from fusewright.serve.http.calls.json_scan import MAX_DEPTH, JsonScan
 from fusewright.serve.http.endpoints.response_items import Items
+from fusewright.serve.http.tool_calls.call_reader import FORMATS, CallReader, detect
+from fusewright.serve.http.tool_calls.json_scan import MAX_DEPTH, JsonScan
 
 Called = tuple[str, Any]
 SCHEMAS: dict[str, Any] = {

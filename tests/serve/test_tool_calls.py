@@ -14,9 +14,9 @@ import pytest
 
 from fusewright.engine.frontend.tokenizer import Tokenizer
 from fusewright.engine.messages.sampling_params import SamplingParams
-from fusewright.serve.http.calls.call_reader import FORMATS
 from fusewright.serve.http.endpoints.tools import Tools, tools_of, with_marks
 from fusewright.serve.http.intake.protocol import ChatRequest
+from fusewright.serve.http.tool_calls.call_reader import FORMATS
 
 from ..engine.toy import TOKENIZER
 

@@ -10,10 +10,10 @@ from starlette.responses import Response
 
 from ....engine.frontend import chat_template  # noqa: F401  # here, so that no request waits for it
 from ....engine.frontend.outputs import RequestOutput
-from ..calls.call_reader import CallReader
 from ..intake.errors import ApiError, as_json, json_response
 from ..intake.protocol import ChatRequest
 from ..jobs.state import Job, ServerState
+from ..tool_calls.call_reader import CallReader
 from .body import read
 from .events import Delta, EventStream, chunks, head, usage, whole
 from .generation import conversation

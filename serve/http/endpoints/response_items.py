@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..calls.call_reader import Call, CallReader
 from ..intake.errors import ApiError
 from ..intake.protocol import ResponsesRequest
+from ..tool_calls.call_reader import Call, CallReader
 
 
 def chat_messages(body: ResponsesRequest) -> list[dict[str, Any]]:

@@ -10,9 +10,9 @@ from ....engine.frontend.grammar import json_grammar
 from ....engine.frontend.json_schema import Document
 from ....engine.frontend.tokenizer import Tokenizer
 from ....engine.messages.sampling_params import SamplingParams
-from ..calls.call_reader import FORMATS, CallReader, Format
 from ..intake.errors import ApiError
 from ..intake.protocol import ChatRequest, ResponsesRequest
+from ..tool_calls.call_reader import FORMATS, CallReader, Format
 
 
 @dataclass(frozen=True)
