@@ -118,8 +118,8 @@ def why_off(name: str, number: int, sm: int, weights: str) -> str:
 def _tables(
     options: EngineOptions, hardware: Hardware
 ) -> tuple[tuple[DeviceTable, ...], dict[str, str]]:
-    """What was measured on this hardware, besides what is shipped: the tables of the folder that
-    the options name, and files that cannot serve."""
+    """The tables of the folder that the options name, which were measured on this hardware, and the
+    reasons why others there cannot serve, by file."""
     here = DeviceTable("", hardware.name, hardware.sm, hardware.num_sms, hardware.memory_bytes)
     folder = None if options.tuned_config_dir is None else Path(options.tuned_config_dir)
     return tables_for(here, installed_triton(), folder, shipped())

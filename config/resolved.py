@@ -102,7 +102,7 @@ class CompileConfig:
     )
     """The ops of ``kernels`` that the user named: each must be called."""
     tables: tuple[DeviceTable, ...] = ()
-    """What was measured on this GPU, besides what is shipped."""
+    """The tables that were measured on this GPU, besides those that are shipped."""
     ignored_tables: tuple[tuple[str, str], ...] = field(
         default=(), metadata=outside_key("only reported")
     )

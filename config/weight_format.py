@@ -14,7 +14,7 @@ from typing import Literal
 
 Axis = Literal["rows", "columns"]
 AXES: tuple[Axis, ...] = ("rows", "columns")
-"""Of a weight [N, K]: its output features, and its input features."""
+"""The axes of a weight [N, K]: its output features, then its input features."""
 
 FLOAT_BITS = {
     "float64": 64,
@@ -26,7 +26,7 @@ FLOAT_BITS = {
 }
 INT_BITS = {"int8": 8, "uint8": 8, "int16": 16, "int32": 32, "int64": 64}
 QUANTIZED_X = ("", "float8_e4m3fn")
-"""What x can be multiplied as: as it is, or in a dtype that an op quantizes it to."""
+"""The dtypes in which x can be multiplied: "" as it is, or one that an op quantizes it to."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class StoredTensor:
 
     @property
     def bits(self) -> int:
-        """Of one of its integers."""
+        """The number of bits of one of its integers."""
         return self.packing.bits if self.packing else INT_BITS[self.dtype]
 
     @property
@@ -168,7 +168,7 @@ class StoredFormat:
 
 
 def _contradictions(form: StoredFormat) -> Iterator[str]:
-    """What of a format contradicts itself."""
+    """Every reason why a format contradicts itself."""
     integers = {"weight": form.weight} | ({"zero": form.zero} if form.zero else {})
     for field, tensor in integers.items():
         if tensor.dtype not in INT_BITS:

@@ -37,7 +37,7 @@ _ITEMSIZE = _FLOAT_SIZES | _INT_SIZES
 
 
 def dtype_names(dtype: Any) -> tuple[str, ...]:
-    """What safetensors calls the types that a tensor of a torch dtype is read from."""
+    """The safetensors types from which a tensor of a torch dtype is read."""
     if dtype.is_floating_point:
         return FLOATS
     return (str(dtype).removeprefix("torch.").replace("uint", "U").replace("int", "I"),)

@@ -30,7 +30,7 @@ class OneExpert:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight."""
+        """The shape of the weight."""
         return tuple(self.weight.shape)
 
     def share(self, expert: int | None) -> tuple[OneExpert, bool]:

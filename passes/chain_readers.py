@@ -7,8 +7,7 @@ the chain is cut there.  ``READERS`` has them all; a stage from outside brings i
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from ..ops.norm.gated_act import GATED_ACTS
 from ..ops.norm.norm import Norm as Axes, norm_axes
 from .fuse_gated_linear import linear_args, why_not_packed
 from .rule import is_call
-from .sites import Miss, op_name
+from .sites import Miss, op_name, read_elsewhere
 from .subgraph import fake_value
 
 QUANTIZE = torch.ops.fw.quant_fp8_dynamic.default
@@ -42,7 +41,8 @@ class Reading:
             each group of ``group_size`` columns.
         totals: nodes that take the sum of the residual stream.
         group: the process group over which it sums.
-        joints: the nodes of norms, activations, sums and experts among ``nodes``.
+        joints: the nodes of norms, activations, sums and experts among ``nodes``, each with the
+            number of its stage.
     """
 
     x: fx.Node
@@ -55,7 +55,7 @@ class Reading:
     group_size: int | None = None
     totals: tuple[fx.Node, ...] = ()
     group: str | None = None
-    joints: tuple[fx.Node, ...] = ()
+    joints: tuple[tuple[fx.Node, int], ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -77,7 +77,7 @@ class Reading:
             residual=read.residual if self.residual is None else self.residual,
             totals=read.totals or self.totals,
             group=read.group or self.group,
-            joints=(*self.joints, *read.joints),
+            joints=(*self.joints, *((node, len(self.stages)) for node in read.joints)),
         )
 
 
@@ -110,9 +110,9 @@ class Read:
 Reader = Callable[[Reading, fx.Node], "Read | None"]
 
 
-def named(**tensors: Any) -> dict[str, Any]:
-    """Those of the operands that are given."""
-    return {name: node for name, node in tensors.items() if node is not None}
+def named(stage: type[Stage], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The operands of a stage that are given, of arguments by name."""
+    return {name: arguments[name] for name in stage.takes() if arguments[name] is not None}
 
 
 def items(node: fx.Node, index: int) -> list[fx.Node]:
@@ -149,7 +149,7 @@ def read_linear(chain: Reading, node: fx.Node) -> Read | None:
     # What else reads the x that a chain is given is no matter.
     held = (values, scale) if values is not chain.x else ()
     for value in (*held, *((chain.value,) if chain.stages else ())):
-        if value is not None and (reason := _read_by_others(value, nodes)):
+        if value is not None and (reason := read_elsewhere(value, nodes)):
             raise Miss(reason)
     if scale is not None:
         if layer["out_dtype"] != chain.dtype:
@@ -162,7 +162,7 @@ def read_linear(chain: Reading, node: fx.Node) -> Read | None:
         raise Miss(
             f"the layer makes {fake_value(node).dtype}, where the chain began in {chain.dtype}"
         )
-    tensors = named(weight=layer["weight"], bias=layer["bias"], weight_scale=layer["weight_scale"])
+    tensors = named(Linear, layer)
     activation = layer["activation"]
     return Read(
         lambda names: Linear(tensors=names, activation=activation, group_size=group_size),
@@ -177,19 +177,6 @@ def _only_reader(value: fx.Node) -> Any:
     if len(readers) != 1:
         raise Miss(f"{len(readers)} nodes read what is quantized, not one linear layer")
     return readers[0]
-
-
-def _read_by_others(value: fx.Node, nodes: Sequence[fx.Node]) -> str:
-    others = [user for user in value.users if user not in nodes]
-    return (
-        f"the result of {op_name(_call(value))} is also read by {op_name(others[0])}"
-        if others
-        else ""
-    )
-
-
-def _call(value: fx.Node) -> Any:
-    return value.args[0] if is_call(value, operator.getitem) else value
 
 
 def read_add_norm(chain: Reading, node: fx.Node) -> Read | None:
@@ -215,11 +202,11 @@ def read_add_norm(chain: Reading, node: fx.Node) -> Read | None:
         raise Miss("two process groups sum in it")
     if fake_value(other).dtype != chain.dtype:
         raise Miss(f"the residual is {fake_value(other).dtype}, what is added {chain.dtype}")
-    if reason := _read_by_others(chain.value, [node]):
+    if reason := read_elsewhere(chain.value, [node]):
         raise Miss(reason)
     for total in chain.totals:
-        if reason := _read_by_others(total, [node]):
-            raise Miss(reason.replace("the result of", "the sum of"))
+        if reason := read_elsewhere(total, [node]):
+            raise Miss(f"the sum of {reason}")
     values, last = _one_item(node, 0), 2 if axes.quant else 1
     scale = _one_item(node, 1) if axes.quant else None
     totals = tuple(items(node, last))
@@ -248,7 +235,7 @@ def read_norm(chain: Reading, node: fx.Node) -> Read | None:
     x, weight, eps, offset = args[:4]
     if x is not chain.value or fake_value(x).dim() != fake_value(chain.x).dim():
         return None
-    if reason := _read_by_others(chain.value, [node]):
+    if reason := read_elsewhere(chain.value, [node]):
         raise Miss(reason)
     return Read(
         lambda names: Norm(tensors=names, eps=eps, offset=offset),
@@ -263,7 +250,7 @@ def read_all_reduce(chain: Reading, node: fx.Node) -> Read | None:
     """A sum over ranks that is no part of a norm."""
     if not is_call(node, _ALL_REDUCE):
         return None
-    if reason := _read_by_others(chain.value, [node]):
+    if reason := read_elsewhere(chain.value, [node]):
         raise Miss(reason)
     group = str(node.args[1])
     if chain.group not in (None, group):
@@ -279,7 +266,7 @@ def read_act(chain: Reading, node: fx.Node) -> Read | None:
     if key is None or node.args[0] is not chain.value:
         return None
     activation, quant = key
-    if reason := _read_by_others(chain.value, [node]):
+    if reason := read_elsewhere(chain.value, [node]):
         raise Miss(reason)
     if not quant:
         if reason := why_not_packed(node, "linear layers"):
@@ -311,16 +298,9 @@ def read_experts(chain: Reading, node: fx.Node) -> Read | None:
         raise Miss("the experts are spread over ranks, whose sum is in between")
     if call.shared is not None:
         raise Miss("a shared expert reads the norm too")
-    if reason := _read_by_others(chain.value, [node]):
+    if reason := read_elsewhere(chain.value, [node]):
         raise Miss(reason)
-    tensors = named(
-        router_weight=call.router_weight,
-        correction_bias=call.correction_bias,
-        gate_up=call.gate_up,
-        down=call.down,
-        gate_up_scale=call.gate_up_scale,
-        down_scale=call.down_scale,
-    )
+    tensors = named(Experts, call._asdict())
     constants = {name: getattr(call, name) for name in Experts.constants()}
     return Read(
         lambda names: Experts(tensors=names, **constants), tensors, [node], node, joints=[node]

@@ -46,19 +46,25 @@ class _Grown:
     cut: fx.Node | None = None
     is_cut: bool = False
 
-    def kept(self) -> tuple[Reading | None, str]:
-        """The longest beginning that the table's kernels cover, or None; why not all of it."""
+    def kept(self) -> tuple[Reading | None, dict[fx.Node, str], str]:
+        """The longest beginning that the table's kernels cover, or None; of its joints those that
+        none of them computes, with the reason; and why it is not all."""
         why = ""
         for chain in reversed(self.after):
             spans, reason = covered(chain.stages, KERNELS)
             why = why or reason
             if not spans or (spans[0][0], spans[-1][1]) != (0, len(chain.stages)):
                 continue
-            if reason := _why_no_end(chain):
-                why = reason
+            if early := _why_no_end(chain):
+                why = early
                 continue
-            return chain, self._why(why)
-        return None, self._why(why)
+            in_turn = {
+                node: f"runs by its own op: {reason or 'no kernel has the pattern'}"
+                for node, at in chain.joints
+                if not any(first <= at < end for first, end in spans)
+            }
+            return chain, in_turn, self._why(why)
+        return None, {}, self._why(why)
 
     def _why(self, of_kept: str) -> str:
         return self.reason if self.is_cut else of_kept or self.reason
@@ -80,29 +86,28 @@ class FuseChain:
         report = PassReport(self.name)
         before = list(gm.graph.nodes)
         taken: set[fx.Node] = set()
-        joined: set[fx.Node] = set()
+        joined: dict[fx.Node, str] = {}
         missed: dict[fx.Node, tuple[str, str]] = {}
         for node in before:
             if node in taken or not is_call(node, LINEAR):
                 continue
             grown = _grow(node)
-            chain, reason = grown.kept()
+            chain, in_turn, reason = grown.kept()
             if chain is not None:
                 taken |= {*chain.nodes}
-                joined |= {*chain.joints}
+                joined |= {joint: in_turn.get(joint, "") for joint, _ in chain.joints}
                 outputs = [chain.value, *chain.totals]
                 build = _build(chain, len(chain.totals))
                 context.replace(self, chain.value, sorted({*chain.nodes}), outputs, build)
-            ends = [grown.cut] if grown.cut else []
-            stages = grown.after[-1].stages if grown.after else ()
-            text = str(Chain(stages)) if stages else ""
-            for joint in ends:
-                missed.setdefault(joint, (grown.reason, text))
-            for joint in grown.after[-1].joints if grown.after else ():
+            last = grown.after[-1] if grown.after else None
+            text = str(Chain(last.stages)) if last else ""
+            if grown.cut:
+                missed.setdefault(grown.cut, (grown.reason, text))
+            for joint, _ in last.joints if last else ():
                 missed.setdefault(joint, (reason, text))
         for node in before:
             if node in joined:
-                report.match(node.name)
+                report.match(node.name, joined[node])
             elif node not in taken and is_expected(node):
                 report.miss(node.name, *(missed.get(node) or (_why_unread(node),)))
         return report
@@ -202,7 +207,7 @@ def is_add_norm(node: Any) -> bool:
 
 
 def _readers(norm: fx.Node) -> list[fx.Node]:
-    """What reads the result of a norm, or its values in FP8 that another node makes."""
+    """The nodes that read the result of a norm, or its values in FP8 that another node makes."""
     direct = [user for item in items(norm, 0) for user in item.users]
     quantized = [item for user in direct if is_call(user, QUANTIZE) for item in user.users]
     return [*direct, *(user for item in quantized for user in item.users)]

@@ -104,4 +104,4 @@ def without_nodes(reason: str, calls: Mapping[str, str]) -> str:
 def read_elsewhere(node: fx.Node, readers: Collection[fx.Node]) -> str:
     """The reason not to fuse if another node reads a value that would disappear, else ""."""
     others = [user for user in node.users if user not in readers]
-    return f"{node.name} is also read by {others[0].name}" if others else ""
+    return f"{op_name(node)} is also read by {op_name(others[0])}" if others else ""

@@ -134,7 +134,7 @@ def left_alone(
 
 
 def _reader(node: fx.Node) -> str:
-    """What reads the result of a call, or its first item."""
+    """The name of the op that reads the result of a call, or its first item."""
     for user in node.users:
         if user.target is not operator.getitem:
             return op_name(user)

@@ -77,7 +77,11 @@ def load(artifact: Artifact) -> tuple[Plan, Program]:
 
 
 def measured_table(artifact: Artifact) -> DeviceTable | None:
-    """What ``-O3`` measured; None if it wrote nothing.  Raises Refusal as ``load`` does."""
+    """The table of what ``-O3`` measured, or None if it wrote nothing.
+
+    Raises:
+        Refusal: as of ``load``.
+    """
     if TABLE not in artifact.manifest.files:
         return None
     data = artifact.read(TABLE)

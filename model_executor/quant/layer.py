@@ -1,4 +1,4 @@
-"""What quantizing and reading scales need of a layer."""
+"""The protocols of a layer that can be quantized and whose scales are read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LayerShare(Protocol):
 
     @property
     def weight_scale(self) -> Tensor:
-        """Of a quantized weight."""
+        """The scales of a quantized weight."""
 
     @property
     def rules(self) -> Mapping[str, ShardRule]:
@@ -38,18 +38,18 @@ class Quantizable(Protocol):
 
     @property
     def weight(self) -> Tensor:
-        """Of all shares."""
+        """The weight of all shares."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the numbers which the weight stands for, however it is stored."""
+        """The shape of the numbers that the weight stands for, however it is stored."""
 
     def share(self, expert: int | None) -> tuple[LayerShare | None, bool]:
         """The share of an expert, or the layer itself for None, and whether another rank has it:
         then the share of any expert here stands for it.  None if the layer has experts alone."""
 
     def shares(self) -> Sequence[LayerShare]:
-        """All that are here: one, or one an expert."""
+        """All shares that are here: one, or one an expert."""
 
 
 def is_quantizable(module: Any) -> TypeGuard[Quantizable]:

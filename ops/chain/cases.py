@@ -238,8 +238,7 @@ def _moe(
     x = draw.randn(tokens, k).to(draw.dtype)
     made = Drawn(draw, x, (call.x.float() + first).to(draw.dtype))
     made.linear(hidden, k, bias=bias, fp8=size, size=1e-3).norm(spread=1e-3)
-    names = ("router_weight", "correction_bias", "gate_up", "down", "gate_up_scale", "down_scale")
-    held = {name: t for name in names if (t := getattr(call, name)) is not None}
+    held = {name: t for name in Experts.takes() if (t := getattr(call, name)) is not None}
     constants = {name: getattr(call, name) for name in Experts.constants()}
     made.add(Experts(tensors=tuple(held), **constants), *held.values())
     if n:

@@ -156,19 +156,20 @@ def _implementation(op: SemanticOp, args: tuple[Any, ...], way: Way) -> Implemen
 def _run(*args: Any, way: Way) -> Results:
     call = Call.of(args)
     steps, chosen = cover(args, way.kernels)
-    state, at = call.state, 0
+    state = call.state
 
     def visit(op: SemanticOp, *args: Any) -> Any:
-        implementation = chosen.get((at, op))
+        # A stage may visit an op for several weights, and a step have several stages.
+        key = (op, *[(a.dtype, a.shape) for a in args[1:5] if isinstance(a, Tensor)])
+        implementation = chosen.get(key)
         if implementation is None:
-            implementation = chosen[at, op] = _implementation(op, args, way)
+            implementation = chosen[key] = _implementation(op, args, way)
         return implementation.fn(*args)
 
     for step in steps:
         made = None
         if step.kernel is not None:
             made = step.kernel.run(part_at(call, step.start, step.stop, state))
-        at = step.start
         state = _in_turn(call, step, state, visit) if made is None else made
     return state.x, state.total
 
@@ -242,27 +243,27 @@ class _Refused(Exception):
     """Ends the walk over stages of which one has no implementation."""
 
 
-def _supports(desc: OpDesc, way: Way) -> str:
-    """Why some stage of a call cannot run in this way, or nothing."""
+def _choices(desc: OpDesc, way: Way) -> tuple[list[str], str]:
+    """The implementations of the ops of all stages, and why there is none for one of them."""
     chosen: list[str] = []
-    try:
-        _visit_choices(desc, way, chosen)
-    except (_Refused, ValueError) as error:
-        return str(error)
-    return ""
 
-
-def _visit_choices(desc: OpDesc, way: Way, chosen: list[str]) -> None:
     def visit(op: SemanticOp, *args: Any) -> Any:
-        described = op.describe(args)
-        part = replace(described, device=desc.device, sm=desc.sm, csrc=desc.csrc)
+        part = replace(op.describe(args), device=desc.device, sm=desc.sm, csrc=desc.csrc)
         name, reason = _choice(op, way, part)
         if not name:
             raise _Refused(reason)
         chosen.append(name)
         return op.fake(*args)
 
-    _call_of(desc, rows=2, make=_on_meta).fold(visit)
+    try:
+        _call_of(desc, rows=2, make=_on_meta).fold(visit)
+    except (_Refused, ValueError) as error:
+        return chosen, str(error)
+    return chosen, ""
+
+
+def _library_supports(desc: OpDesc) -> str:
+    return _choices(desc, LIBRARY)[1]
 
 
 def _on_meta(fact: TensorDesc) -> Tensor:
@@ -286,15 +287,12 @@ def _call_of(desc: OpDesc, rows: int, make: Callable[[TensorDesc], Any]) -> Call
 
 def _cuda_supports(desc: OpDesc) -> str:
     """Why csrc serves neither some of a call's stages nor several of them at once."""
-    chosen: list[str] = []
-    try:
-        _visit_choices(desc, CUDA, chosen)
-    except (_Refused, ValueError) as error:
-        return str(error)
-    target = Target.of(desc)
+    chosen, reason = _choices(desc, CUDA)
+    if reason:
+        return reason
     one_row = _call_of(desc, 1, lambda fact: fact)
     one_row = one_row._replace(x=_one_row(one_row.x), residual=_one_row(one_row.residual))
-    steps = lay(one_row, target, CUDA.kernels)
+    steps = lay(one_row, Target.of(desc), CUDA.kernels)
     joined = any(step.kernel not in (None, SUM_OF_CSRC, LONE) for step in steps)
     if joined or "cuda" in chosen:
         return ""
@@ -332,7 +330,7 @@ def _op(reference: Callable[..., Results], over_ranks: bool) -> SemanticOp:
         cost=_cost,
         implementations=(
             implementation("cuda", CUDA, _cuda_supports),
-            implementation("library", LIBRARY, partial(_supports, way=LIBRARY)),
+            implementation("library", LIBRARY, _library_supports),
             Implementation("native", reference, _inline_supports, inline=not over_ranks),
             Implementation("eager", reference, on_host=True),
         ),

@@ -263,7 +263,7 @@ Facts = tuple[tuple[torch.dtype, torch.Size], ...]
 
 class Cover(NamedTuple):
     """How a chain is computed: its steps, and what has been chosen for the ops of stages in turn,
-    by the number of the stage and the op."""
+    by the op and what its weights and their scales are."""
 
     steps: tuple[Step, ...]
     chosen: dict[Any, Any]
@@ -335,19 +335,21 @@ def covered(
     stages: tuple[Stage, ...], kernels: tuple[ChainKernel, ...]
 ) -> tuple[list[tuple[int, int]], str]:
     """The spans (first stage, last exclusive) that some kernel may compute, by kinds and constants;
-    and why the kernels that have the pattern of others do not."""
+    and the first reason why a kernel with a longer pattern does not compute more."""
     spans: list[tuple[int, int]] = []
     at, why, is_plain = 0, "", False
     while at < len(stages):
-        lengths = []
-        for kernel, length in candidates(stages[at:], kernels):
-            reason = kernel.why_never(stages[at : at + length])
-            why = why or (reason if length > 1 else "")
+        tried = [
+            (length, kernel.why_never(stages[at : at + length]))
+            for kernel, length in candidates(stages[at:], kernels)
             # One stage alone is joined to nothing, unless a kernel is ahead of it.
-            if not reason and (length > 1 or is_plain):
-                lengths.append(length)
-        is_plain = bool(lengths) or (is_plain and isinstance(stages[at], Act))
-        if lengths:
-            spans.append((at, at + max(lengths)))
-        at += max(lengths, default=1)
+            if length > 1 or is_plain
+        ]
+        longest = max((length for length, reason in tried if not reason), default=0)
+        longer = (reason for length, reason in tried if reason and length > max(longest, 1))
+        why = why or next(longer, "")
+        is_plain = longest > 0 or (is_plain and isinstance(stages[at], Act))
+        if longest:
+            spans.append((at, at + longest))
+        at += longest or 1
     return spans, why or ("" if spans else "no kernel has the pattern of its stages")

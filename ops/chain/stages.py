@@ -6,7 +6,7 @@ printed, and written into graphs, as the calls of its stages:
     linear(weight) > add_norm(weight, eps=1e-05) > linear(weight, bias, activation='silu')
 
 The names without a value are tensors, the operands of the chain in this order.  ``register`` admits
-a stage from outside; ``passes.fuse_chain.READERS`` finds it in graphs.
+a stage from outside; ``READERS`` in ``passes/chain_readers.py`` has what finds it in graphs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Operands: TypeAlias = Mapping[str, Any]
 
 
 class State(NamedTuple):
-    """What one stage hands to the next, made anew by each: ``_replace`` takes four times as long.
+    """The values that one stage hands to the next.
 
     Attributes:
         x: what the next stage reads: [..., features], or FP8 [num_tokens, features].
@@ -59,23 +59,27 @@ class Stage:
     optional: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        always = type(self).tensors
-        if not {*always} <= {*self.tensors} <= {*always, *self.optional}:
-            raise ValueError(f"operands {self.tensors}, expected {(*always, *self.optional)}")
+        if not {*type(self).tensors} <= {*self.tensors} <= {*self.takes()}:
+            raise ValueError(f"operands {self.tensors}, expected {self.takes()}")
 
     def run(self, state: State, operands: Operands, visit: Visit) -> State:
         """Compute the stage by visits of ops."""
         raise NotImplementedError
 
     def measure(self, x: TensorDesc, operands: Operands) -> tuple[TensorDesc, Cost]:
-        """What the stage makes of x, before any quantization; its operations, and the bytes that it
-        must move besides x and what it makes."""
+        """The description of the result before any quantization, and the cost: operations, and the
+        bytes that the stage must move besides x and the result."""
         return x, Cost(_nbytes(operands), 0)
 
     @cached_property
     def plain(self) -> Stage:
         """The stage as it runs in front of a kernel that takes x as it is: without quantizing."""
         return self
+
+    @classmethod
+    def takes(cls) -> tuple[str, ...]:
+        """Names of all operands that a stage can have."""
+        return (*cls.tensors, *cls.optional)
 
     @classmethod
     def constants(cls) -> tuple[str, ...]:
@@ -117,10 +121,7 @@ def _scheme(group_size: int | None) -> str:
 @dataclass(frozen=True, kw_only=True)
 class Linear(Stage):
     """``linear``, of FP8 operands if it has a ``group_size``: then an x that is not quantized yet
-    is, by a scale for each group of so many columns, 0 for whole rows.
-
-    Operands: weight, and bias and weight_scale where there are such.
-    """
+    is, by a scale for each group of so many columns, 0 for whole rows."""
 
     activation: str | None = None
     group_size: int | None = None
@@ -134,6 +135,7 @@ class Linear(Stage):
             x, scale = visit(QUANTIZE["dynamic"], x, self.group_size)
         weights = (operands["weight"], operands.get("bias"), scale, operands.get("weight_scale"))
         y = visit(LINEAR, x, *weights, dtype, self.activation, None)
+        # Made anew here and in the stages beside it: ``_replace`` takes four times as long.
         return State(y, state.total, None, state.group)
 
     def measure(self, x: TensorDesc, operands: Operands) -> tuple[TensorDesc, Cost]:
@@ -236,14 +238,14 @@ class Act(Stage):
         return replace(self, group_size=None)
 
 
+_ABSENT = ("gate_up_input_scale", "down_input_scale", "shared", "shared_gate")
+"""Arguments of ``fused_moe`` that experts in a chain do not have."""
+
+
 @register
 @dataclass(frozen=True, kw_only=True)
 class Experts(Stage):
-    """``fused_moe`` without static scales, a shared expert, or experts of other ranks.
-
-    Operands: router_weight, gate_up, down, and correction_bias, gate_up_scale and down_scale where
-    there are such.
-    """
+    """``fused_moe`` without static scales, a shared expert, or experts of other ranks."""
 
     tensors: tuple[str, ...] = ("router_weight", "gate_up", "down")
     top_k: int
@@ -259,27 +261,9 @@ class Experts(Stage):
 
     def call(self, x: Any, operands: Operands) -> ExpertsCall:
         """The arguments of ``fused_moe`` on x."""
-        return ExpertsCall(
-            x=x,
-            router_weight=operands["router_weight"],
-            correction_bias=operands.get("correction_bias"),
-            gate_up=operands["gate_up"],
-            down=operands["down"],
-            gate_up_scale=operands.get("gate_up_scale"),
-            down_scale=operands.get("down_scale"),
-            gate_up_input_scale=None,
-            down_input_scale=None,
-            group_size=self.group_size,
-            shared=None,
-            shared_gate=None,
-            top_k=self.top_k,
-            scoring=self.scoring,
-            renormalize=self.renormalize,
-            num_groups=self.num_groups,
-            topk_groups=self.topk_groups,
-            scaling=self.scaling,
-            activation=self.activation,
-        )
+        constants = {name: getattr(self, name) for name in self.constants()}
+        tensors = {name: operands.get(name) for name in self.takes()}
+        return ExpertsCall(x=x, **dict.fromkeys(_ABSENT), **tensors, **constants)  # type: ignore[arg-type]
 
     def run(self, state: State, operands: Operands, visit: Visit) -> State:
         return state._replace(x=visit(FUSED_MOE, *self.call(state.x, operands)))
@@ -333,7 +317,9 @@ def parse(text: str) -> Chain:
         raise ValueError(
             f"chain {text!r}: {error.msg}, expected stage(...) > stage(...)"
         ) from error
-    calls = [tree.left, *tree.comparators] if isinstance(tree, ast.Compare) else [tree]
+    calls = [tree]
+    if isinstance(tree, ast.Compare) and all(isinstance(sign, ast.Gt) for sign in tree.ops):
+        calls = [tree.left, *tree.comparators]
     chain = Chain(tuple(_stage(call, text) for call in calls))
     if not any(isinstance(stage, AddNorm) for stage in chain.stages):
         raise ValueError(f"chain {text!r} adds nothing to the residual, expected an add_norm")
@@ -348,7 +334,10 @@ def _stage(node: ast.expr, text: str) -> Stage:
             f"{', '.join(STAGES)}"
         )
     assert isinstance(node, ast.Call)
-    tensors = tuple(a.id for a in node.args if isinstance(a, ast.Name))
+    tensors = tuple(a.id if isinstance(a, ast.Name) else "" for a in node.args)
+    if "" in tensors:
+        wrong = ast.unparse(node.args[tensors.index("")])
+        raise ValueError(f"chain {text!r}: {wrong} is no name of a tensor")
     try:
         constants = {str(word.arg): ast.literal_eval(word.value) for word in node.keywords}
         return STAGES[name](tensors=tensors, **constants)
@@ -377,7 +366,7 @@ class Call(NamedTuple):
 
     @property
     def state(self) -> State:
-        """What the first stage is given."""
+        """The state that the first stage is given."""
         return State(self.x, self.residual, group=self.group_name)
 
     def fold(self, visit: Visit) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ from fusewright import ops
 from fusewright.ops import BY_NAME, load_cuda_library
 from fusewright.ops.chain import chain as chain_ops
 from fusewright.ops.chain.chain import CHAIN, CHAIN_OVER_RANKS
-from fusewright.ops.chain.kernels import OVERLAPPED
+from fusewright.ops.chain.kernels import OVERLAPPED, STREAM, Cover, Step
 from fusewright.ops.chain.stages import Call, Linear, by_reference, parse
 from fusewright.ops.linear.linear import OP as LINEAR
 
@@ -47,6 +47,8 @@ def test_a_chain_is_read_as_it_is_printed(op: ops.SemanticOp) -> None:
         (PAIR.replace(", eps=1e-05", ""), "eps"),
         (PAIR.replace("1e-05", "__import__('os')"), "malformed node or string"),
         (PAIR.replace("eps=1e-05", "eps=1e-05, center=True"), "unexpected keyword argument"),
+        (PAIR.replace(">", "<", 1), "linear.weight. < .* is no stage"),
+        (PAIR.replace("linear(weight)", "linear(weight, 3)", 1), "3 is no name of a tensor"),
     ],
 )
 def test_what_is_no_chain_is_refused(text: str, message: str) -> None:
@@ -148,6 +150,28 @@ def test_more_rows_run_as_without_a_chain(scheme: str, rows: int) -> None:
     Call.of(args).fold(visit)
     assert CHAIN.implementation("cuda").runs(*args) == tuple(alone)  # type: ignore[misc]
     assert len(alone) >= 6
+
+
+def test_each_layer_behind_a_kernel_that_cannot_read_has_its_own_implementation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stages that a kernel was to compute at once run by their own ops, each as it needs."""
+    args = cases(CHAIN, CPU)["one row"].args
+    unreadable = replace(STREAM, run=lambda part: None)
+    laid = Cover((Step(unreadable, 0, 3),), {})
+    monkeypatch.setattr(chain_ops, "cover", lambda args, kernels: laid)
+    asked: list[Any] = []
+
+    def choose(op: ops.SemanticOp, args: tuple[Any, ...], way: Any) -> Any:
+        asked.append((op.name, tuple(args[1].shape)))
+        return op.implementation("native")
+
+    monkeypatch.setattr(chain_ops, "_implementation", choose)
+    run = CHAIN.implementation("cuda").fn
+    assert all(map(torch.equal, run(*args), CHAIN.reference(*args)))
+    assert asked == [("linear", (96, 64)), ("add_rms_norm", (1, 96)), ("linear", (80, 96))]
+    run(*args)
+    assert len(asked) == 3, "a second run asks nothing"
 
 
 def test_the_launches_of_stages_in_turn_are_compiled_for_few_rows_too() -> None:

@@ -285,7 +285,7 @@ def activated_alone(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
         (doubled, "is added to itself"),
         (no_linear, "comes from mul, not from a linear layer"),
         (linear_read, "is also read by sum"),
-        (normed_read, "the result of add_rms_norm is also read by mul"),
+        (normed_read, "add_rms_norm is also read by mul"),
         (early_sum, "the sum is used before the next layer, by truediv"),
         (write_between, "writes to memory between"),
         (static, "has a static scale, for which there is no kernel"),
@@ -324,6 +324,20 @@ def test_a_required_chain_that_is_cut_is_printed() -> None:
 def test_experts_that_read_no_norm_of_a_sum_are_no_site(model: Any) -> None:
     """Those behind a model's first norm, and those that read the sum itself."""
     assert not fused(model, verify=False)[1].sites
+
+
+def test_what_no_kernel_computes_within_a_chain_is_matched_in_part() -> None:
+    def offset_between(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+        for number in (None, 1.0, None):
+            r = r + dense(x, w)
+            x = dense(norm(r, nw, number), w)
+        return x, r
+
+    _, report = fused(offset_between)
+    reason = "runs by its own op: the norm's weight has an offset"
+    assert [(site.matched, site.reason) for site in report.sites] == [
+        *((True, ""), (True, reason), (True, ""))
+    ]
 
 
 def test_views_of_a_result_are_known_as_views_of_it() -> None:
