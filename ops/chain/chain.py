@@ -114,9 +114,20 @@ def _fake(*args: Any) -> Results:
     return y, total
 
 
+def _names_of(op: SemanticOp, way: Way) -> list[str]:
+    """The implementations of an op that a way may choose, in order of preference."""
+    return [i.name for name in way.parts for i in op.implementations if i.name == name]
+
+
+@lru_cache
+def _is_fixed(op: SemanticOp, way: Way) -> bool:
+    """Whether a way has one implementation of an op, whatever its arguments."""
+    return op is not LINEAR and len(_names_of(op, way)) == 1
+
+
 def _choice(op: SemanticOp, way: Way, desc: OpDesc) -> tuple[str, str]:
     """(implementation of an op in a chain, ""), or ("", the reason why there is none)."""
-    names = [i.name for name in way.parts for i in op.implementations if i.name == name]
+    names = _names_of(op, way)
     if op is LINEAR:
         # The library's GEMM serves what the table of linear layers leaves, but not every FP8 shape.
         layer = describe_op(desc)
@@ -156,21 +167,25 @@ def _implementation(op: SemanticOp, args: tuple[Any, ...], way: Way) -> Implemen
 def _run(*args: Any, way: Way) -> Results:
     call = Call.of(args)
     steps, chosen = cover(args, way.kernels)
-    state = call.state
+    stages, state, at = call.chain.stages, call.state, 0
 
     def visit(op: SemanticOp, *args: Any) -> Any:
-        # A stage may visit an op for several weights, and a step have several stages.
-        key = (op, *[(a.dtype, a.shape) for a in args[1:5] if isinstance(a, Tensor)])
+        # What can be chosen is so for each weight: a stage may visit an op for several.
+        key = op if _is_fixed(op, way) else (at, op, args[1].dtype, args[1].shape)
         implementation = chosen.get(key)
         if implementation is None:
             implementation = chosen[key] = _implementation(op, args, way)
         return implementation.fn(*args)
 
-    for step in steps:
-        made = None
-        if step.kernel is not None:
-            made = step.kernel.run(part_at(call, step.start, step.stop, state))
-        state = _in_turn(call, step, state, visit) if made is None else made
+    for kernel, start, stop, plain, _ in steps:
+        if kernel is not None:
+            made = kernel.run(part_at(call, start, stop, state))
+            if made is not None:
+                state = made
+                continue
+        for at in range(start, stop):
+            stage = stages[at].plain if plain else stages[at]
+            state = stage.run(state, call.operands[at], visit)
     return state.x, state.total
 
 

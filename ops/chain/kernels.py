@@ -263,7 +263,7 @@ Facts = tuple[tuple[torch.dtype, torch.Size], ...]
 
 class Cover(NamedTuple):
     """How a chain is computed: its steps, and what has been chosen for the ops of stages in turn,
-    by the op and what its weights and their scales are."""
+    by op, and by stage and weight where the op has several implementations."""
 
     steps: tuple[Step, ...]
     chosen: dict[Any, Any]
