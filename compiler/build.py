@@ -26,6 +26,7 @@ from ..passes import (
     run_passes,
 )
 from .artifacts.key import Wanted
+from .capture.dispatch import trace_by_dispatch
 from .capture.source import Source
 from .capture.trace import Traced, trace
 from .capture.unroll import unroll
@@ -86,8 +87,7 @@ def lower_model(
     """The first half of ``build()``: trace, rewrite, split, choose kernels, find equal pieces.
     For ``csrc`` and ``tuner`` see ``lower``; nothing is measured without a ``tuner``."""
     with timer.phase("trace"):
-        example = source.example
-        traced = trace(source.model, example.args, example.named, example.dynamic)
+        traced = _trace(source)
     with timer.phase("unroll"):
         traced = unroll(traced, source.repeat) if source.repeat else traced
     record.graph("traced", traced)
@@ -126,6 +126,12 @@ def lower_model(
     record.graph("lowered", traced)
     measured = tuner.measured if tuner else {}
     return Lowered(traced, regions, plan, pieces, reports, choices, measured, graph, weights)
+
+
+def _trace(source: Source) -> Traced:
+    example = source.example
+    what = source.model, example.args, example.named, example.dynamic
+    return trace(*what) if source.why is None else trace_by_dispatch(*what, source.why)
 
 
 def build(

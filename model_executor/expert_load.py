@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .models.decoder import DecoderModel
+from .loader import Model
 from .models.moe import MoE
 
 Load = dict[int, list[int]]
 """For each layer with experts, how many tokens chose each expert since the start."""
 
 
-def read_load(model: DecoderModel) -> Load:
+def read_load(model: Model) -> Load:
     """Copy the counts to the host, which waits for the device.  Empty if none are kept."""
-    layers = ((number, layer.mlp) for number, layer in enumerate(model.layers))
+    layers = ((number, layer.mlp) for number, layer in enumerate(getattr(model, "layers", ())))
     return {
         number: mlp.load.flatten().tolist()
         for number, mlp in layers

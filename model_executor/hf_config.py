@@ -11,7 +11,7 @@ from ..config.weight_format import StoredFormat
 from .abacus import BUNDLED
 from .checkpoint_facts import fit_to_checkpoint
 from .hf_json import HfConfig, read_json
-from .models import ARCHITECTURES, REFUSED
+from .models import ARCHITECTURES
 from .models.rope import why_no_longer
 from .models.weight_names import checkpoint_names
 from .quant.hf_quant import read_quantization
@@ -38,6 +38,11 @@ def read_spec(folder: Path | str) -> ModelSpec:
         raise UserError(f"model {str(folder)!r}: {what}; give a Hugging Face model folder")
     config = HfConfig(path, read_json(path))
     name = _architecture(config)
+    if name not in ARCHITECTURES:
+        # Only now: it imports torch and a library, which takes seconds.
+        from .captured.read import captured_spec
+
+        return captured_spec(config, name)
     spec = ARCHITECTURES[name].spec(config, name)
     names = checkpoint_names(ARCHITECTURES[name].weights, spec.num_layers, spec.num_experts)
     quant = read_quantization(config, names, spec.num_layers)
@@ -79,8 +84,7 @@ def _architecture(config: HfConfig) -> str:
     for name in names:
         if name in ARCHITECTURES:
             return str(name)
-    why = f" ({REFUSED[names[0]]})" if names[0] in REFUSED else ""
-    raise UserError(f"architecture {names[0]!r} is not supported{why}; supported: {supported}")
+    return str(names[0])
 
 
 def model_folder(model: str) -> Path:

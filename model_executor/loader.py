@@ -18,6 +18,9 @@ from torch import Tensor, nn
 
 from ..config.errors import UserError
 from ..ops.core.float8 import E4M3
+from .captured.checkpoint_map import copy_moves, moves_of
+from .captured.library import tensors_of
+from .captured.model import CapturedModel, fill_captured
 from .checkpoint import TensorInfo, open_checkpoint_file, read_headers
 from .dummy import fill_dummy
 from .experts import ExpertLinear, expert_shares
@@ -31,6 +34,7 @@ from .quant.scales import find_scales, read_scales
 from .slots import Read, all_slots, elsewhere, plan_reads, stored_buffers
 from .spec import ModelSpec, stage_of
 
+Model: TypeAlias = DecoderModel | CapturedModel
 ProgressBar: TypeAlias = Callable[[str, int], AbstractContextManager[Callable[[int], Any]]]
 """Takes a label and a total.  The context manager that it returns gives a function, which advances
 the bar by a number of units."""
@@ -51,7 +55,7 @@ def load_model(
     seed: int = 0,
     progress: ProgressBar = no_progress,
     rank: int = 0,
-) -> DecoderModel:
+) -> Model:
     """Build the model of ``spec`` on ``device`` with the weights of ``folder``, or one rank's part
     of them.
 
@@ -71,6 +75,8 @@ def load_model(
         UserError: a checkpoint file is missing or damaged, its tensors are not those of the model,
             or the device has no room for them.
     """
+    if spec.captured:
+        return _load_captured(spec, Path(folder), device, load_format, seed, progress)
     stage, tp_rank = divmod(rank, spec.tensor_parallel_size)
     try:
         model = DecoderModel(stage_of(spec, stage))
@@ -98,6 +104,25 @@ def load_model(
         raise UserError(f"load_format={load_format!r}: expected auto, safetensors or dummy")
     set_rank(model, tp)
     return model.eval()
+
+
+def _load_captured(
+    spec: ModelSpec,
+    folder: Path,
+    device: torch.device | str,
+    load_format: str,
+    seed: int,
+    progress: ProgressBar,
+) -> CapturedModel:
+    model = CapturedModel(spec)
+    if load_format == "dummy":
+        materialize(model, None, device)
+        fill_captured(model, seed)
+        return model
+    moves = moves_of(model.library, read_headers(folder))
+    materialize(model, None, device)
+    copy_moves(moves, tensors_of(model.library), progress)
+    return model
 
 
 def place_experts(model: nn.Module, tp: TensorParallelRank) -> None:
@@ -181,19 +206,27 @@ def _quantized(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Quantiza
                 yield f"{name}.weight[{number}]", module.expert(number)
 
 
-def fake_model(spec: ModelSpec, device: torch.device) -> DecoderModel:
+def make_model(spec: ModelSpec) -> Model:
+    """The modules of a model, or of a stage of it, on the meta device."""
+    return CapturedModel(spec) if spec.captured else DecoderModel(spec)
+
+
+def fake_model(spec: ModelSpec, device: torch.device) -> Model:
     """The model with uninitialized weights of the right shapes; under ``FakeTensorMode`` they have
     no memory either."""
-    model = DecoderModel(spec)
+    model = make_model(spec)
+    dtype = None if spec.captured else spec.dtype
     _replace_tensors(
         model,
-        lambda param: _empty_like(param, spec.dtype, device),
+        lambda param: _empty_like(param, dtype, device),
         lambda buffer: torch.empty(buffer.shape, dtype=buffer.dtype, device=device),
     )
     return model.eval()
 
 
-def materialize(model: nn.Module, dtype: torch.dtype, device: torch.device | str) -> None:
+def materialize(
+    model: nn.Module, dtype: torch.dtype | None, device: torch.device | str
+) -> None:
     """Give every meta parameter uninitialized memory; tied parameters stay one.  Buffers move.
 
     Raises:
@@ -224,12 +257,14 @@ def out_of_memory(error: BaseException) -> bool:
     return "can't allocate memory" in str(error)
 
 
-def _dtype(param: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Quantized weights keep their dtype, others are of the model's."""
+def _dtype(param: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Quantized weights keep their dtype, others are of the model's; with None all keep theirs."""
+    if dtype is None:
+        return param.dtype
     return dtype if param.is_floating_point() and param.dtype != E4M3 else param.dtype
 
 
-def _empty_like(param: Tensor, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def _empty_like(param: Tensor, dtype: torch.dtype | None, device: torch.device | str) -> Tensor:
     return torch.empty(param.shape, dtype=_dtype(param, dtype), device=device)
 
 

@@ -23,6 +23,7 @@ from .cache_spec import (
     stage_layers,
     torch_dtype,
 )
+from .captured.facts import CapturedFacts
 from .quant.scheme import BLOCK, FORMATS, LINEARS, MOE_LINEARS, QuantKind, QuantScheme
 
 if TYPE_CHECKING:
@@ -68,6 +69,9 @@ class ModelSpec:
     the model's number of a stage's layer 0; only the first stage ``has_embedding``, and only the
     last ``has_head``, which are the last norm and ``lm_head``.
 
+    ``captured`` describes a model without an adapter, whose code is its library's: fields that say
+    how adapters' layers compute are neutral then.
+
     ``notes`` says where the folder's files contradict each other and what was decided.
     """
 
@@ -94,6 +98,7 @@ class ModelSpec:
     fp8_kv_cache: bool = False
     layers_of_groups: tuple[tuple[int, ...], ...] = ()
     moe: MoESpec | None = None
+    captured: CapturedFacts | None = None
     tensor_parallel_size: int = 1
     expert_parallel: bool = False
     pipeline_parallel_size: int = 1
@@ -124,9 +129,12 @@ class ModelSpec:
         """Layers by the KV cache that they share.  Every stage has the groups of the whole model,
         since a step brings a block table for each; of some it may have no layer."""
         dtype_name = "float8_e4m3fn" if self.fp8_kv_cache else self.dtype_name
+        heads = [(self.local_kv_heads, self.head_dim)] * self.num_layers
+        if self.captured:
+            heads = [(call.num_kv_heads, call.head_dim) for call in self.captured.attention]
         specs = [
-            KVCacheSpec(KV_PAIRS, self.local_kv_heads, (self.head_dim,), dtype_name, window)
-            for window in self.sliding_windows
+            KVCacheSpec(KV_PAIRS, num_heads, (width,), dtype_name, window)
+            for (num_heads, width), window in zip(heads, self.sliding_windows, strict=True)
         ]
         if not self.layers_of_groups:
             return group_layers(specs, self.pipeline_parallel_size)

@@ -89,6 +89,8 @@ class Source:
         repeat: how the model stands for a deeper one, if it does.
         outside: the ops that the caller runs beside the program.
         experts: those whose tiles can be measured, if the model has some.
+        why: of a model that is captured by running it, an error of its code in one line; None for
+            one that Dynamo captures.
     """
 
     model: nn.Module
@@ -96,3 +98,4 @@ class Source:
     repeat: Repeat | None = None
     outside: OutsideCalls = lambda num_tokens, num_seqs: ()
     experts: Experts | None = None
+    why: Callable[[BaseException], str] | None = None

@@ -44,6 +44,7 @@ KV_CACHE = "kv_cache/{}"
 _MODEL_SOURCES = (
     "model_executor/models",
     "model_executor/attention",
+    "model_executor/captured",
     "model_executor/layers.py",
     "model_executor/experts.py",
     "model_executor/quant/scheme.py",
@@ -188,6 +189,8 @@ def model_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
     take_tables(config)
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    if spec.captured:
+        return _captured_source(spec, config)
     short, layers = distinct_layers(spec)
     device = torch.device(config.hardware.device)
     with FakeTensorMode():
@@ -205,6 +208,19 @@ def model_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
         partial(outside_calls, spec),
         experts_of(spec),
     )
+
+
+def _captured_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
+    """A captured model is run whole: which of its layers are alike shows when it has been."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from ...model_executor.captured.read import why
+
+    device = torch.device(config.hardware.device)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = fake_model(spec, device)
+        inputs = example(spec, config.cache.block_size, device)
+    return Source(model, inputs, outside=partial(outside_calls, spec), why=why)
 
 
 def experts_of(spec: ModelSpec) -> Experts | None:

@@ -28,8 +28,7 @@ from ...graph_capture import Dispatcher, Graphs, StepBuffers, make_backend, say_
 from ...model_executor.cache_spec import LayerGroup
 from ...model_executor.hf_config import model_folder, model_limits, read_spec
 from ...model_executor.kv_cache import allocate_kv_caches, kv_cache_bytes_per_block
-from ...model_executor.loader import load_model, out_of_memory
-from ...model_executor.models.decoder import DecoderModel
+from ...model_executor.loader import Model, load_model, out_of_memory
 from ...model_executor.parallel import check_parallel
 from ...model_executor.quant.scheme import FORMATS
 from ...model_executor.spec import ModelSpec, quantize_online, stage_of
@@ -102,7 +101,7 @@ def load_beside(
     startup: StartupReport,
     progress: Progress,
     rank: int = 0,
-) -> Iterator[Future[DecoderModel]]:
+) -> Iterator[Future[Model]]:
     """Load the model, or one rank's part of it, in a thread while the block runs; an error in the
     block stops the loading."""
     stop = Event()
@@ -118,7 +117,7 @@ def load_beside(
 
             yield checked
 
-    def load() -> DecoderModel:
+    def load() -> Model:
         with startup.phase("weights", beside=True):
             return load_model(
                 spec,
@@ -148,7 +147,7 @@ def load_beside(
 def compile_model(
     spec: ModelSpec,
     config: ResolvedConfig,
-    weights: Future[DecoderModel],
+    weights: Future[Model],
     startup: StartupReport,
     progress: Progress,
     peers: Peers | None = None,

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ...config import ResolvedConfig
 from ...model_executor.experts import ExpertLinear
-from ...model_executor.models.decoder import DecoderModel
+from ...model_executor.loader import Model
 from ...model_executor.spec import ModelSpec
 from ..messages.step_reads import CacheReads, StepReads
 
@@ -22,12 +22,10 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
-def step_reads(model: DecoderModel, spec: ModelSpec, config: ResolvedConfig) -> StepReads:
+def step_reads(model: Model, spec: ModelSpec, config: ResolvedConfig) -> StepReads:
     """What a step of ``model`` has to read on this rank.  Of the embedding and of the table of
     rotations a step gathers a few rows, so they count only where ``lm_head`` shares them."""
-    gathered = [model.cos_sin_cache]
-    if model.embed is not None and not (spec.tie_word_embeddings and spec.has_head):
-        gathered.append(model.embed.weight)
+    gathered = model.gathered()
     routed = [module for module in model.modules() if isinstance(module, ExpertLinear)]
     experts = sum(map(weight_bytes, routed))
     size = config.cache.block_size

@@ -177,6 +177,13 @@ class DecoderModel(nn.Module):
         cache = build_cos_sin_cache(spec.rope, spec.head_dim, spec.max_position_embeddings)
         self.register_buffer("cos_sin_cache", cache, persistent=False)
 
+    def gathered(self) -> list[Tensor]:
+        """The tensors of which a step reads a few rows alone; ``lm_head`` reads all of a shared
+        embedding."""
+        shared = self.spec.tie_word_embeddings and self.spec.has_head
+        embedding = [] if self.embed is None or shared else [self.embed.weight]
+        return [self.cos_sin_cache, *embedding]
+
     def forward(
         self,
         inputs: Tensor,

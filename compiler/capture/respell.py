@@ -1,0 +1,152 @@
+"""Spells a graph of ATen ops as Dynamo spells its graphs: operators, methods, functions of torch.
+
+Passes, emitters and verification read that spelling.  Ops that are not in the tables stay; Inductor
+compiles them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from .trace import Traced
+
+_ATEN = torch.ops.aten
+
+_OPERATORS: dict[Any, Any] = {
+    _ATEN.add.Tensor: operator.add,
+    _ATEN.sub.Tensor: operator.sub,
+    _ATEN.mul.Tensor: operator.mul,
+    _ATEN.div.Tensor: operator.truediv,
+    _ATEN.neg.default: operator.neg,
+    _ATEN.rsqrt.default: torch.rsqrt,
+    _ATEN.sigmoid.default: torch.sigmoid,
+    _ATEN.tanh.default: torch.tanh,
+    _ATEN.cos.default: torch.cos,
+    _ATEN.sin.default: torch.sin,
+    _ATEN.silu.default: F.silu,
+    _ATEN.gelu.default: F.gelu,
+    _ATEN.relu.default: F.relu,
+    _ATEN.cat.default: torch.cat,
+    _ATEN.stack.default: torch.stack,
+}
+"""Functions of the same arguments."""
+_METHODS: dict[Any, str] = {
+    _ATEN.view.default: "view",
+    _ATEN._unsafe_view.default: "view",
+    _ATEN.reshape.default: "reshape",
+    _ATEN.transpose.int: "transpose",
+    _ATEN.permute.default: "permute",
+    _ATEN.t.default: "t",
+    _ATEN.expand.default: "expand",
+    _ATEN.unsqueeze.default: "unsqueeze",
+    _ATEN.squeeze.dim: "squeeze",
+    _ATEN.select.int: "select",
+    _ATEN.split.Tensor: "split",
+    _ATEN.split_with_sizes.default: "split",
+    _ATEN.pow.Tensor_Scalar: "pow",
+    _ATEN.mean.dim: "mean",
+    _ATEN.sum.dim_IntList: "sum",
+}
+"""Methods of the same arguments."""
+_SAME = (_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh_copy.default)
+_END = 2**62
+
+
+def respell(traced: Traced) -> Traced:
+    """The same graph in Dynamo's spelling, with the values that its nodes stand for."""
+    old = traced.gm
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    flat = iter(range(len(traced.inputs)))
+    for node in old.graph.nodes:
+        if node.op == "placeholder":
+            made = graph.placeholder(_placeholder_name(traced, next(flat)))
+            made.meta = {"example_value": node.meta["val"]}
+        elif node.op == "output":
+            (result,) = node.all_input_nodes
+            graph.output((mapping[result],))
+            continue
+        elif node.target in _SAME:
+            mapping[node] = mapping[node.args[0]]
+            continue
+        else:
+            made = _call(graph, node, mapping)
+            made.meta |= {"example_value": node.meta.get("val")}
+            made.meta |= {k: node.meta[k] for k in ("nn_module_stack",) if k in node.meta}
+        mapping[node] = made
+    graph.lint()
+    return replace(traced, gm=fx.GraphModule(torch.nn.Module(), graph))
+
+
+def _placeholder_name(traced: Traced, index: int) -> str:
+    source = traced.inputs[index]
+    name = source.name if source.dim is None else f"size_{source.name}_{source.dim}"
+    return "".join(c if c.isalnum() else "_" for c in name)
+
+
+def _call(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, fx.Node]) -> fx.Node:
+    target = node.target
+    args = fx.node.map_arg(node.args, lambda n: mapping[n])
+    kwargs = fx.node.map_arg(node.kwargs, lambda n: mapping[n])
+    if target in _OPERATORS:
+        return graph.call_function(_OPERATORS[target], args, kwargs)
+    if target in _METHODS:
+        return graph.call_method(_METHODS[target], args, kwargs)
+    if target in _SPECIAL:
+        made: fx.Node = _SPECIAL[target](graph, node, args, kwargs)
+        return made
+    return graph.node_copy(node, lambda n: mapping[n])
+
+
+def _cast(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+    """A cast of the dtype alone; a copy to another device or layout stays as it is."""
+    if set(kwargs) == {"dtype"}:
+        return graph.call_method("to", (args[0], kwargs["dtype"]))
+    return graph.call_function(node.target, args, kwargs)
+
+
+def _clone(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+    if kwargs.get("memory_format") == torch.contiguous_format:
+        return graph.call_method("contiguous", args)
+    return graph.call_method("clone", args, kwargs)
+
+
+def _slice(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+    source: Any = node.args[0]
+    dim, start, stop, step = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
+    num_dims = source.meta["val"].dim()
+    stop = None if isinstance(stop, int) and stop > _END else stop
+    index: list[Any] = [slice(None)] * num_dims
+    index[dim] = slice(None if start == 0 else start, stop, None if step == 1 else step)
+    if dim in (-1, num_dims - 1):
+        index = [Ellipsis, index[-1]]
+    return graph.call_function(operator.getitem, (args[0], tuple(index)))
+
+
+def _embedding(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+    return graph.call_function(F.embedding, (args[1], args[0]))
+
+
+def _size(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+    return graph.call_method("size", args)
+
+
+_SPECIAL: dict[Any, Callable[..., fx.Node]] = {
+    _ATEN._to_copy.default: _cast,
+    _ATEN.clone.default: _clone,
+    _ATEN.slice.Tensor: _slice,
+    _ATEN.embedding.default: _embedding,
+    _ATEN.sym_size.int: _size,
+}
+
+
+def is_square(value: Any, size: str) -> bool:
+    """Whether a tensor has two dimensions of this size symbol."""
+    return isinstance(value, Tensor) and [str(d) for d in value.shape].count(size) > 1

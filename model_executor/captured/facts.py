@@ -1,0 +1,47 @@
+"""What is known of a captured model without its library: data that a spec holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class AttentionFacts:
+    """What one call of the attention interface asked for; the KV cache of that call follows.
+
+    Attributes:
+        layer: ``layer_idx`` of the module that called.
+        num_heads, num_kv_heads: of the whole model.
+        head_dim: of queries and keys; values are padded to it.
+        value_dim: of values.
+        window: positions that a query sees, itself included; 0: all.
+        chunk: a query sees the positions from the last multiple of it on; 0: all.
+    """
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    window: int = 0
+    chunk: int = 0
+
+    @property
+    def reach(self) -> int:
+        """Positions that a query can see at most, itself included; 0: all."""
+        return min(filter(None, (self.window, self.chunk)), default=0)
+
+
+@dataclass(frozen=True)
+class CapturedFacts:
+    """A model that is captured from its library.
+
+    Attributes:
+        config: the library's configuration, as JSON with sorted keys.
+        library: name and version of the library, whose code the model is.
+        attention: of every call of the attention interface, in the order of the calls.
+    """
+
+    config: str
+    library: str
+    attention: tuple[AttentionFacts, ...]

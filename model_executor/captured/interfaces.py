@@ -1,0 +1,316 @@
+"""Stands in for attention and masks of ``transformers``: both arrive as semantic ops.
+
+The library calls an attention function by the name that a model was built with, and asks a mask
+function of the same name what the function may see.  A mask is data here, ``Mask``; a kind that
+``paged_attention`` does not have is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ... import ops
+from ...config import UserError
+from ..attention import AttentionInputs
+from .facts import AttentionFacts
+
+
+class Refused(Exception):
+    """A model asks for what the engine does not have; the text says what, and where."""
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What a query sees of the positions up to its own: all, a window or a chunk of them."""
+
+    window: int = 0
+    chunk: int = 0
+
+
+class Attend(Protocol):
+    """Computes one call of attention: (facts, q, k, v, scale, soft cap, sinks) -> the result;
+    tensors are [num_tokens, heads, head_dim]."""
+
+    def __call__(
+        self,
+        facts: AttentionFacts,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        soft_cap: float,
+        sinks: Tensor | None,
+    ) -> Tensor: ...
+
+
+_attend: ContextVar[Attend] = ContextVar("attend")
+
+
+@contextmanager
+def attending(attend: Attend) -> Iterator[None]:
+    """Let ``attend`` compute the attention of models that are called in the block."""
+    token = _attend.set(attend)
+    try:
+        yield
+    finally:
+        _attend.reset(token)
+
+
+class Recorder:
+    """Records what a model asks of attention; its results are empty."""
+
+    def __init__(self) -> None:
+        self.calls: list[AttentionFacts] = []
+
+    def __call__(
+        self,
+        facts: AttentionFacts,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        soft_cap: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        if any(call.layer == facts.layer for call in self.calls):
+            raise Refused(f"layer {facts.layer} calls attention twice; a layer has one KV cache")
+        self.calls.append(facts)
+        return torch.empty_like(q)
+
+
+@dataclass(frozen=True)
+class PagedAttention:
+    """Attention over the paged KV caches of one step; a layer's cache is that of its call's place
+    in ``layers``."""
+
+    inputs: AttentionInputs
+    kv_caches: list[Tensor]
+    layers: dict[int, int]
+    groups: tuple[int, ...]
+
+    def __call__(
+        self,
+        facts: AttentionFacts,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        soft_cap: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        place = self.layers[facts.layer]
+        kv_cache, cache = self.kv_caches[place], self.inputs.groups[self.groups[place]]
+        ops.kv_store(k, v, kv_cache, cache.slot_mapping, None)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        ops.paged_attention(
+            q,
+            kv_cache,
+            cache.block_table,
+            self.inputs.seq_lens,
+            self.inputs.query_start_loc,
+            out,
+            scale,
+            facts.window,
+            soft_cap,
+        )
+        return out
+
+
+_PASSED_ON = ("position_ids", "use_cache", "output_attentions", "cache_position", "is_causal")
+"""Arguments that models hand to attention and that say nothing of its result, as far as masks and
+positions are those of a step."""
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Mask | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The attention function: [1, heads, tokens, width] each -> [1, tokens, heads, width].
+
+    ``sliding_window`` is what libraries of kernels are told; the mask has the same.
+    """
+    mask = _mask_of(module, attention_mask)
+    asked = sorted(n for n, value in others.items() if n not in _PASSED_ON and _says(value))
+    if asked:
+        raise Refused(f"attention is called with {', '.join(asked)}, which it does not take")
+    if query.shape[0] != 1:
+        raise Refused(f"attention is called with a batch of {query.shape[0]}, expected 1")
+    width = query.shape[-1]
+    if key.shape[-1] != width or value.shape[-1] > width:
+        raise Refused(
+            f"attention is called with heads of {width}, {key.shape[-1]} and {value.shape[-1]} for "
+            "queries, keys and values; values may be narrower, keys may not differ"
+        )
+    facts = AttentionFacts(
+        layer=_layer_of(module),
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        head_dim=width,
+        value_dim=value.shape[-1],
+        window=mask.window,
+        chunk=mask.chunk,
+    )
+    padded = value
+    if facts.value_dim < width:  # a block has keys and values of one width
+        padded = torch.nn.functional.pad(value, (0, width - facts.value_dim))
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, padded))
+    scale = width**-0.5 if scaling is None else scaling
+    out = _attend.get()(facts, q, k, v, scale, softcap or 0.0, s_aux)
+    return out[None, ..., : facts.value_dim], None
+
+
+def _says(value: Any) -> bool:
+    return value is not None and value is not False
+
+
+def _layer_of(module: nn.Module) -> int:
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise Refused(f"{type(module).__name__} calls attention and has no layer_idx")
+    return layer
+
+
+def _mask_of(module: nn.Module, mask: Any) -> Mask:
+    if mask is None:
+        if not getattr(module, "is_causal", True):
+            raise Refused(f"{type(module).__name__} looks at later positions too (no causal mask)")
+        return Mask()
+    if not isinstance(mask, Mask):
+        raise Refused(
+            f"{type(module).__name__} calls attention with a mask of its own making, a "
+            f"{type(mask).__name__}; expected one of the library's masking_utils"
+        )
+    return mask
+
+
+def make_mask(*, mask_function: Any, **others: Any) -> Mask:
+    """The mask function: says what kind of mask the library describes."""
+    window = chunk = 0
+    causal = False
+    for part in _parts(mask_function):
+        name = getattr(part, "__qualname__", repr(part)).partition(".")[0]
+        held = _closure(part)
+        if name == "causal_mask_function":
+            causal = True
+        elif name == "sliding_window_overlay":
+            window = _least(window, int(held["sliding_window"]))
+        elif name == "chunked_overlay":
+            chunk = _least(chunk, int(held["chunk_size"]))
+        else:
+            raise Refused(f"its attention has a mask of kind {name}, which is not supported")
+    if not causal:
+        raise Refused("its attention looks at later positions too (no causal mask)")
+    return Mask(window, chunk)
+
+
+def _least(one: int, other: int) -> int:
+    return min(one, other) if one else other
+
+
+def _parts(function: Any) -> Iterator[Any]:
+    """The functions of which ``and_masks`` made one."""
+    if getattr(function, "__qualname__", "").startswith("and_masks."):
+        for part in _closure(function)["mask_functions"]:
+            yield from _parts(part)
+    else:
+        yield function
+
+
+def _closure(function: Any) -> dict[str, Any]:
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
+    names = code.co_freevars if code else ()
+    return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+
+
+def experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """The function of experts: [num_tokens, hidden], [num_tokens, top_k] twice -> as ``x``."""
+    if module.has_post_expert_norm:
+        raise Refused("its experts' results are normed one by one, which is not supported")
+    ids = ids.to(torch.int32)
+
+    def layer(name: str, rows: Tensor) -> Tensor:
+        weight = getattr(module, name)
+        if module.is_transposed:
+            weight = weight.transpose(1, 2)
+        made = ops.expert_linear(rows, weight, ids)
+        return made + getattr(module, f"{name}_bias")[ids.flatten()] if module.has_bias else made
+
+    if module.has_gate:
+        inner = module._apply_gate(layer("gate_up_proj", x))
+    else:
+        inner = module.act_fn(layer("up_proj", x))
+    return ops.combine_experts(layer("down_proj", inner), weights.float())
+
+
+def register() -> None:
+    """Make the functions known to the library, under ``library.NAME``."""
+    from transformers import AttentionInterface
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from transformers.masking_utils import AttentionMaskInterface
+
+    from .library import NAME
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, make_mask)
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts)
+
+
+def no_cache() -> Any:
+    """A cache for a model's forward that keeps nothing: what a layer gives it comes back.  The
+    library asks a cache, and not the positions, how many tokens came before."""
+    from transformers.cache_utils import Cache
+
+    class NoCache(Cache):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(layers=[])
+
+        def update(self, key: Tensor, value: Tensor, *rest: Any, **how: Any) -> Any:
+            return key, value
+
+        def refuse(self, *rest: Any, **how: Any) -> Any:
+            raise Refused("it has recurrent layers, whose states the engine does not keep yet")
+
+        update_conv_state = update_recurrent_state = update_indexer = refuse
+        get_conv_state = get_recurrent_state = refuse
+
+        def has_previous_state(self, *rest: Any, **how: Any) -> bool:
+            return False
+
+        def get_query_offset(self, layer_idx: int = 0) -> int:
+            return 0
+
+        def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[Any, int]:
+            return getattr(query_length, "shape", [query_length])[0], 0
+
+        def get_seq_length(self, layer_idx: int = 0) -> int:
+            return 0
+
+        def __len__(self) -> int:
+            return 0
+
+    return NoCache()
+
+
+def refusal(error: BaseException) -> UserError | None:
+    """What a refusal inside a model's forward says, as the error of a user; None for others."""
+    while error is not None:
+        if isinstance(error, Refused):
+            return UserError(str(error))
+        error = error.__cause__  # type: ignore[assignment]
+    return None

@@ -1,0 +1,133 @@
+"""Builds a model of ``transformers`` on the meta device, from its configuration alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...config import UserError
+
+NAME = "fusewright"
+"""The implementation of attention, masks and experts that models are built with."""
+
+
+def version() -> str:
+    """Name and version of the library.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        from transformers import __version__
+    except ImportError as error:
+        raise UserError(
+            "a model without an adapter is captured from its implementation in transformers, which "
+            f"cannot be imported ({error}); install fusewright[transformers]"
+        ) from error
+    return f"transformers {__version__}"
+
+
+def read_config(path: Path, values: Mapping[str, Any], architecture: str) -> Any:
+    """The library's configuration object of a ``config.json``, its text decoder's where it has
+    several parts.
+
+    Raises:
+        UserError: the library does not know the model, or refuses a value.
+    """
+    library = version()
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = values.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise UserError(
+            f"{path}: {architecture!r} has no adapter, and its model_type {kind!r} is unknown to "
+            f"{library}; a model is captured from the library's own implementation"
+        )
+    try:
+        return CONFIG_MAPPING[kind].from_dict(dict(values))
+    except Exception as error:
+        raise UserError(f"{path}: {library} refuses it: {first_line(error)}") from error
+
+
+def canonical(config: Any) -> str:
+    """A configuration as JSON from which ``build`` makes the model again."""
+    return json.dumps(config.to_dict(), sort_keys=True, default=str)
+
+
+def build(config_json: str, dtype: torch.dtype) -> nn.Module:
+    """A causal language model without weights: parameters and persistent buffers are on the meta
+    device; buffers that no checkpoint has are computed, on the CPU.
+
+    Raises:
+        UserError: the library has no such causal language model, or cannot build it.
+    """
+    library = version()
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from .interfaces import register
+
+    register()
+    values = json.loads(config_json)
+    config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    try:
+        with torch.device("meta"), _quiet():
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
+            _compute_buffers(model)
+    except Exception as error:
+        raise UserError(
+            f"{library} cannot build {values['model_type']!r} as a causal language model: "
+            f"{first_line(error)}"
+        ) from error
+    for module in model.modules():
+        if hasattr(module, "config"):  # its setter knows the library's own names alone
+            module.config._experts_implementation = NAME
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def _compute_buffers(model: Any) -> None:
+    """Compute the buffers that no checkpoint has, as the library does behind a load: its own
+    initialization runs, and passes over whatever is marked as there."""
+    persistent = set(model.state_dict(keep_vars=True))
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True
+    for name, module in model.named_modules():
+        for kind, buffer in list(module.named_buffers(recurse=False)):
+            if f"{name}.{kind}".lstrip(".") in persistent:
+                buffer._is_hf_initialized = True
+                continue
+            with torch.device("cpu"):
+                empty = torch.empty(buffer.shape, dtype=buffer.dtype)
+            module.register_buffer(kind, empty, persistent=False)
+    with torch.device("cpu"), torch.no_grad():
+        model.initialize_weights()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the library's advice on attention implementations that it does not know."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its class."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name; tied ones once."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}

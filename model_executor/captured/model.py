@@ -1,0 +1,129 @@
+"""``CapturedModel`` runs a model of the library over a ragged batch, as ``DecoderModel`` does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import ops
+from ..attention import AttentionInputs
+from ..layers import Linear
+from ..sharding import Part, ShardRule
+from ..spec import ModelSpec
+from .facts import CapturedFacts
+from .interfaces import Attend, PagedAttention, attending, no_cache
+from .library import build
+
+
+class CapturedModel(nn.Module):
+    """A causal language model of ``transformers``.  Made on the meta device: see
+    ``loader.load_model``.
+
+    Its linear layers are replaced by ours, which know formats and shards; the rest is the library's
+    own, and runs as it is written.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        assert spec.captured is not None
+        self.spec = spec
+        self.facts: CapturedFacts = spec.captured
+        self.library = build(self.facts.config, spec.dtype)
+        replace_linears(self.library)
+        self.head = self.library.get_output_embeddings()  # type: ignore[operator]
+
+    def gathered(self) -> list[Tensor]:
+        """The tensors of which a step reads a few rows alone."""
+        embedding = self.library.get_input_embeddings().weight  # type: ignore[operator]
+        return [] if embedding is self.head.weight else [embedding]
+
+    def forward(
+        self,
+        inputs: Tensor,
+        positions: Tensor,
+        attention: AttentionInputs,
+        kv_caches: list[Tensor],
+    ) -> Tensor:
+        """One step, as of ``DecoderModel``: logits of each sequence's last token."""
+        spec = self.spec
+        layers = {call.layer: place for place, call in enumerate(self.facts.attention)}
+        groups = tuple(spec.cache_group(place) for place in range(spec.num_layers))
+        attend = PagedAttention(attention, kv_caches, layers, groups)
+        return run(self.library, inputs, positions, attend, attention.query_start_loc)
+
+
+def run(
+    model: nn.Module,
+    ids: Tensor,
+    positions: Tensor,
+    attend: Attend,
+    query_start_loc: Tensor | None = None,
+) -> Tensor:
+    """Call a model of the library on tokens of several sequences.
+
+    Args:
+        ids, positions: [num_tokens].
+        attend: computes attention.
+        query_start_loc: [num_seqs + 1] int32; None keeps all tokens.
+
+    Returns:
+        Logits of each sequence's last token, [num_seqs, vocab_size].
+    """
+    head = model.get_output_embeddings()  # type: ignore[operator]
+
+    def last(module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
+        # Ahead of the head: it is the largest matrix, and most tokens of a prefill need no logits.
+        return (ops.gather_last_token(args[0][0], query_start_loc)[None],)
+
+    hook = None if query_start_loc is None else head.register_forward_pre_hook(last)
+    try:
+        with attending(attend):
+            out = model(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                past_key_values=no_cache(),
+                use_cache=False,
+            )
+    finally:
+        if hook is not None:
+            hook.remove()
+    return out.logits[0]  # type: ignore[no-any-return]
+
+
+def replace_linears(model: nn.Module) -> None:
+    """Put our linear layers in the place of the library's, but for the head, which shares its
+    weight with the embedding where a configuration says so."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and child is not head:
+                setattr(module, name, _like(child))
+
+
+def _like(linear: nn.Linear) -> Linear:
+    rule = ShardRule(0, (Part("", linear.out_features, 1),), split=False)
+    made = Linear(linear.in_features, linear.out_features, rule, bias=linear.bias is not None)
+    for kind in ("weight", "bias"):
+        if (tensor := getattr(made, kind)) is not None:
+            tensor.data = torch.empty_like(tensor, dtype=getattr(linear, kind).dtype)
+    made.in_features, made.out_features = linear.in_features, linear.out_features  # type: ignore[assignment]
+    return made
+
+
+def fill_captured(model: CapturedModel, seed: int) -> None:
+    """Random weights, on the parameters' device: the library's own initialization, and for linear
+    layers a normal distribution with standard deviation 0.02."""
+    device = next(model.parameters()).device
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.no_grad():
+        torch.manual_seed(seed)
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.__dict__.pop("_is_hf_initialized", None)
+        model.library.initialize_weights()  # type: ignore[operator]
+        for module in model.modules():
+            if isinstance(module, Linear):
+                module.weight.normal_(0.0, 0.02)
+                if module.bias is not None:
+                    module.bias.zero_()

@@ -1,0 +1,146 @@
+"""Finds out what a model of the library needs: its spec, from its configuration and one dry run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...config import UserError
+from ...config.rope import RopeParameters
+from ..hf_json import HfConfig
+from ..spec import ModelSpec
+from .facts import AttentionFacts, CapturedFacts
+from .interfaces import Recorder, Refused
+from .library import build, canonical, first_line, read_config, version
+from .model import run
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_NUM_TOKENS = 7
+
+
+def captured_spec(config: HfConfig, architecture: str) -> ModelSpec:
+    """The spec of a model without an adapter.
+
+    Raises:
+        UserError: the library does not know it, or it needs what the engine does not have; says
+            what, and where.
+    """
+    path, values = config.path, config.values
+    if values.get("auto_map"):
+        raise UserError(
+            f"{path}: {architecture!r} comes with code of its own (auto_map), which is not run; "
+            "use a model that transformers has itself"
+        )
+    read = read_config(path, values, architecture)
+    if getattr(read, "is_encoder_decoder", False):
+        raise UserError(f"{path}: {architecture!r} has an encoder and a decoder, expected a decoder")
+    dtype_name = _dtype_name(read)
+    text = canonical(read)
+    calls, vocab_size = probe(build(text, _DTYPES[dtype_name]), f"{path}: {architecture!r}")
+    shape = read.get_text_config(decoder=True)
+    first = calls[0]
+    return ModelSpec(
+        architecture=architecture,
+        hidden_size=int(shape.hidden_size),
+        intermediate_size=int(_number(shape, "intermediate_size") or 4 * shape.hidden_size),
+        num_layers=len(calls),
+        num_heads=first.num_heads,
+        num_kv_heads=first.num_kv_heads,
+        head_dim=first.head_dim,
+        vocab_size=vocab_size,
+        max_position_embeddings=_max_positions(path, shape),
+        rms_norm_eps=0.0,
+        rope=RopeParameters(),
+        hidden_act="",
+        tie_word_embeddings=bool(getattr(read, "tie_word_embeddings", False)),
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        sliding_windows=tuple(call.reach for call in calls),
+        dtype_name=dtype_name,
+        captured=CapturedFacts(text, version(), tuple(calls)),
+    )
+
+
+def probe(model: nn.Module, what: str) -> tuple[list[AttentionFacts], int]:
+    """Run a model on tensors without data, and return its calls of attention and the number of
+    logits.
+
+    Raises:
+        UserError: it asks for what the engine does not have, or does not call attention.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    recorder = Recorder()
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.inference_mode():
+            fakes = {name: mode.from_tensor(t) if not t.is_meta else _fake(t)
+                     for name, t in [*model.named_parameters(), *model.named_buffers()]}
+            ids = torch.zeros(_NUM_TOKENS, dtype=torch.int32)
+            positions = torch.arange(_NUM_TOKENS, dtype=torch.int32)
+            called = _Functional(model, fakes)
+            logits = run(called, ids, positions, recorder)
+    except Exception as error:
+        raise UserError(f"{what} cannot be captured: {why(error)}") from error
+    if not recorder.calls:
+        raise UserError(
+            f"{what} cannot be captured: its attention does not go through the library's attention "
+            "interface"
+        )
+    return recorder.calls, int(logits.shape[-1])
+
+
+class _Functional(nn.Module):
+    """A model with other tensors in the places of its own."""
+
+    def __init__(self, model: nn.Module, tensors: dict[str, Any]) -> None:
+        super().__init__()
+        self.model, self.tensors = model, tensors
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.model.get_output_embeddings()  # type: ignore[operator,no-any-return]
+
+    def forward(self, **how: Any) -> Any:
+        return torch.func.functional_call(self.model, self.tensors, (), how)
+
+
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def why(error: BaseException) -> str:
+    """An error in a model's forward in one line: what, and the line of the model's source."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, Refused):
+        cause = cause.__cause__
+    if cause is not None:
+        return str(cause)
+    place, frame = "", error.__traceback__
+    while frame is not None:
+        file = Path(frame.tb_frame.f_code.co_filename)
+        if "transformers" in file.parts and file.stem.startswith("modeling_"):
+            place = f" ({file.name}, line {frame.tb_lineno})"
+        frame = frame.tb_next
+    return f"{first_line(error)}{place}"
+
+
+def _dtype_name(config: Any) -> str:
+    dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    name = str(dtype).removeprefix("torch.")
+    return name if name in _DTYPES else "float32"
+
+
+def _number(config: Any, name: str) -> int | None:
+    value = getattr(config, name, None)
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _max_positions(path: Path, config: Any) -> int:
+    most = _number(config, "max_position_embeddings")
+    if most is None:
+        raise UserError(f"{path} has no max_position_embeddings; give the model's complete config")
+    return most
