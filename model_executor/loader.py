@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..config.errors import UserError
 from ..ops.core.float8 import E4M3
 from .captured.checkpoint_map import copy_moves, moves_of
-from .captured.library import tensors_of
+from .captured.linears import tensors_of
 from .captured.model import CapturedModel, fill_captured
 from .checkpoint import TensorInfo, open_checkpoint_file, read_headers
 from .dummy import fill_dummy

@@ -40,8 +40,10 @@ class CapturedFacts:
         config: the library's configuration, as JSON with sorted keys.
         library: name and version of the library, whose code the model is.
         attention: of every call of the attention interface, in the order of the calls.
+        siblings: names of linear layers that are merged, a group each.
     """
 
     config: str
     library: str
-    attention: tuple[AttentionFacts, ...]
+    attention: tuple[AttentionFacts, ...] = ()
+    siblings: tuple[tuple[str, ...], ...] = ()

@@ -7,7 +7,7 @@ function of the same name what the function may see.  A mask is data here, ``Mas
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -66,8 +66,9 @@ def attending(attend: Attend) -> Iterator[None]:
 class Recorder:
     """Records what a model asks of attention; its results are empty."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_call: Callable[[], None]) -> None:
         self.calls: list[AttentionFacts] = []
+        self._on_call = on_call
 
     def __call__(
         self,
@@ -82,6 +83,7 @@ class Recorder:
         if any(call.layer == facts.layer for call in self.calls):
             raise Refused(f"layer {facts.layer} calls attention twice; a layer has one KV cache")
         self.calls.append(facts)
+        self._on_call()
         return torch.empty_like(q)
 
 

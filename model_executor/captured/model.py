@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from ... import ops
 from ..attention import AttentionInputs
 from ..layers import Linear
-from ..sharding import Part, ShardRule
 from ..spec import ModelSpec
 from .facts import CapturedFacts
 from .interfaces import Attend, PagedAttention, attending, no_cache
 from .library import build
+from .linears import replace_linears
 
 
 class CapturedModel(nn.Module):
@@ -31,7 +31,7 @@ class CapturedModel(nn.Module):
         self.spec = spec
         self.facts: CapturedFacts = spec.captured
         self.library = build(self.facts.config, spec.dtype)
-        replace_linears(self.library)
+        replace_linears(self.library, self.facts.siblings)
         self.head = self.library.get_output_embeddings()  # type: ignore[operator]
 
     def gathered(self) -> list[Tensor]:
@@ -90,26 +90,6 @@ def run(
         if hook is not None:
             hook.remove()
     return out.logits[0]  # type: ignore[no-any-return]
-
-
-def replace_linears(model: nn.Module) -> None:
-    """Put our linear layers in the place of the library's, but for the head, which shares its
-    weight with the embedding where a configuration says so."""
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and child is not head:
-                setattr(module, name, _like(child))
-
-
-def _like(linear: nn.Linear) -> Linear:
-    rule = ShardRule(0, (Part("", linear.out_features, 1),), split=False)
-    made = Linear(linear.in_features, linear.out_features, rule, bias=linear.bias is not None)
-    for kind in ("weight", "bias"):
-        if (tensor := getattr(made, kind)) is not None:
-            tensor.data = torch.empty_like(tensor, dtype=getattr(linear, kind).dtype)
-    made.in_features, made.out_features = linear.in_features, linear.out_features  # type: ignore[assignment]
-    return made
 
 
 def fill_captured(model: CapturedModel, seed: int) -> None:

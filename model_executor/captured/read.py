@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from ...config import UserError
 from ...config.rope import RopeParameters
 from ..hf_json import HfConfig
 from ..spec import ModelSpec
-from .facts import AttentionFacts, CapturedFacts
+from .facts import CapturedFacts
 from .interfaces import Recorder, Refused
 from .library import build, canonical, first_line, read_config, version
+from .linears import Siblings
 from .model import run
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -39,7 +41,10 @@ def captured_spec(config: HfConfig, architecture: str) -> ModelSpec:
         raise UserError(f"{path}: {architecture!r} has an encoder and a decoder, expected a decoder")
     dtype_name = _dtype_name(read)
     text = canonical(read)
-    calls, vocab_size = probe(build(text, _DTYPES[dtype_name]), f"{path}: {architecture!r}")
+    library = version()
+    model = build(text, _DTYPES[dtype_name])
+    facts, vocab_size = probe(model, CapturedFacts(text, library), f"{path}: {architecture!r}")
+    calls = facts.attention
     shape = read.get_text_config(decoder=True)
     first = calls[0]
     return ModelSpec(
@@ -62,12 +67,12 @@ def captured_spec(config: HfConfig, architecture: str) -> ModelSpec:
         qk_norm=False,
         sliding_windows=tuple(call.reach for call in calls),
         dtype_name=dtype_name,
-        captured=CapturedFacts(text, version(), tuple(calls)),
+        captured=facts,
     )
 
 
-def probe(model: nn.Module, what: str) -> tuple[list[AttentionFacts], int]:
-    """Run a model on tensors without data, and return its calls of attention and the number of
+def probe(model: nn.Module, facts: CapturedFacts, what: str) -> tuple[CapturedFacts, int]:
+    """Run a model on tensors without data, and return what was seen of it and the number of its
     logits.
 
     Raises:
@@ -75,7 +80,12 @@ def probe(model: nn.Module, what: str) -> tuple[list[AttentionFacts], int]:
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    recorder = Recorder()
+    siblings = Siblings(model)
+
+    def on_call() -> None:
+        siblings.calls += 1
+
+    recorder = Recorder(on_call)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.inference_mode():
             fakes = {name: mode.from_tensor(t) if not t.is_meta else _fake(t)
@@ -91,7 +101,8 @@ def probe(model: nn.Module, what: str) -> tuple[list[AttentionFacts], int]:
             f"{what} cannot be captured: its attention does not go through the library's attention "
             "interface"
         )
-    return recorder.calls, int(logits.shape[-1])
+    seen = replace(facts, attention=tuple(recorder.calls), siblings=siblings.found())
+    return seen, int(logits.shape[-1])
 
 
 class _Functional(nn.Module):
