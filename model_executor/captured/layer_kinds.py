@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
 LEAST, FEW, MOST = 2, 3, 8
-"""Layers of a twin: so few are all kept, two show a mistake in what goes from layer to layer.  A prefix that has every
-kind and is longer than the upper bound gives way to one layer of each kind."""
+"""Layers of a twin: so few are all kept; two show a mistake in what goes from layer to layer; a
+prefix that has every kind and is longer than the most gives way to one layer of each kind."""
 
 _COUNTS = re.compile(r"^(num_)?((hidden|encoder|decoder)_)?layers$|^n_layers?$|num_blocks$")
 _COUNTS_TOO = re.compile(r"layers_per_stack$|^depth$|_num_hidden_layers$")
@@ -36,35 +37,30 @@ def counts_layers(name: str) -> bool:
 def lists_layers(name: str, value: Any, depth: int) -> bool:
     """Whether a field lists some layers of a stack by their numbers."""
     ints = isinstance(value, (list, tuple)) and all(type(item) is int for item in value)
-    ascending = ints and all(a < b for a, b in zip(value, value[1:], strict=False))
+    ascending = ints and all(a < b for a, b in pairwise(value))
     return ascending and bool(_INDICES.search(name)) and all(0 <= item < depth for item in value)
 
 
-def distinct_layers(model: nn.Module, per_layer: Mapping[int, Iterable[Sequence[Any]]]) -> Chosen:
-    """The layers to keep of each stack.
+def distinct_layers(
+    model: nn.Module, per_layer: Mapping[int, Iterable[Sequence[Any]]], times: int = 1
+) -> Chosen:
+    """The layers to keep of each stack, so that each kind is there ``times`` times if it can be.
 
     ``per_layer``: depth -> the lists of the configuration with an entry for each of its layers.
     """
     chosen = {}
     for depth, lists in per_layer.items():
-        kinds = [*zip(*_structures(model, depth), *lists, strict=True)] or [()] * depth
-        kinds = [repr(kind) for kind in kinds]
-        chosen[depth] = _choose(kinds)
+        if facts := [*_structures(model, depth), *lists]:
+            chosen[depth] = _choose([repr(kind) for kind in zip(*facts, strict=True)], times)
     return chosen
 
 
-def number_of_kinds(model: nn.Module, depth: int) -> int:
-    return len({*zip(*_structures(model, depth), strict=True)})
-
-
-def _choose(kinds: Sequence[Hashable]) -> Sequence[int]:
+def _choose(kinds: Sequence[Hashable], times: int) -> Sequence[int]:
     if len(kinds) <= FEW:
         return range(len(kinds))
-    first = {kind: kinds.index(kind) for kind in reversed(kinds)}
-    prefix = max(LEAST, max(first.values(), default=0) + 1)
-    if prefix <= MOST:
-        return range(min(prefix, len(kinds)))
-    return sorted({*range(LEAST), *first.values()})
+    needed = [index for index, kind in enumerate(kinds) if kinds[:index].count(kind) < times]
+    prefix = max(LEAST, max(needed) + 1)
+    return range(prefix) if prefix <= MOST * times else sorted({*range(LEAST), *needed})
 
 
 def _structures(model: nn.Module, depth: int) -> list[list[Hashable]]:

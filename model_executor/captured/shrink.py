@@ -20,19 +20,24 @@ from fusewright.model_executor.captured.layer_kinds import (
     lists_layers,
     on_meta,
 )
+from fusewright.model_executor.captured.random_weights import randomize
 from fusewright.model_executor.captured.sizes import (
     CLAMP,
     LEAST_ROPE_ORIGINAL,
     MOST_ROPE_ORIGINAL,
     POSITIONS,
     SOFT_CAP,
-    VOCAB,
     Sizes,
     is_int,
     kind_of,
 )
 
+__all__ = ["randomize", "shrunk"]
+
+MOST_TIMES = 3
+"""How often a twin may keep each kind: weights that layers share need a second layer."""
 _LEFT_OUT = {"transformers_version", "architectures", "quantization_config", "id2label", "label2id"}
+_PER_LAYER = "per_layer_config"
 _FROM_START = re.compile(r"dense_(replace|layers)|window_layers$|layer_(start|end)_index$")
 _FROM_END = re.compile(r"kv_shared_layers$")
 _SOFT_CAP = re.compile(r"soft_?cap")
@@ -47,7 +52,15 @@ def shrunk(config: Any) -> Any:
     too.  It is not changed.
     """
     whole = _scaled(config, {})
-    return _scaled(config, distinct_layers(on_meta(whole), per_layer_lists(whole)))
+    model, lists = on_meta(whole), per_layer_lists(whole)
+    for times in range(1, MOST_TIMES):
+        twin = _scaled(config, distinct_layers(model, lists, times))
+        try:
+            on_meta(twin)
+        except ValueError:
+            continue
+        return twin
+    return whole
 
 
 def is_config(value: Any) -> bool:
@@ -56,9 +69,12 @@ def is_config(value: Any) -> bool:
 
 def fields_of(config: Any) -> dict[str, Any]:
     """The fields of a configuration under its own names, and what else was set on it."""
-    names = [field.name for field in fields(config) if field.init]
+    mapped = config.attribute_map
+    names = [mapped.get(field.name, field.name) for field in fields(config) if field.init]
     others = [name for name in vars(config) if name not in names and not name.startswith("_")]
     own = {name: vars(config)[name] for name in (*names, *others) if name in vars(config)}
+    if config.is_heterogeneous:
+        own[_PER_LAYER] = config.to_dict()[_PER_LAYER]
     return {name: value for name, value in own.items() if name not in _LEFT_OUT}
 
 
@@ -89,22 +105,34 @@ def per_layer_lists(config: Any) -> dict[int, list[Sequence[Any]]]:
     return lists
 
 
-def _scaled(config: Any, chosen: Chosen) -> Any:
-    """A configuration with small sizes, and of its stacks those layers that are chosen."""
-    own = fields_of(config)
+def _sizes_of(config: Any, widths: Mapping[int, int]) -> Sizes:
     heads = common_int(config, "num_attention_heads")
-    sizes = Sizes(
-        own,
-        common_int(config, "hidden_size"),
-        heads,
-        common_int(config, "num_key_value_heads", heads),
-    )
-    scaling = _Scaling(sizes, chosen, depths_of(config))
+    kv_heads = common_int(config, "num_key_value_heads", heads)
+    return Sizes(fields_of(config), common_int(config, "hidden_size"), heads, kv_heads, widths)
+
+
+def _widths(config: Any) -> dict[int, int]:
+    """Old -> new hidden size of a configuration and those in it."""
+    widths = dict[int, int]()
+    for inner in filter(is_config, fields_of(config).values()):
+        widths |= _widths(inner)
+    sizes = _sizes_of(config, {})
+    return {**widths, sizes.hidden: sizes.new_hidden} if sizes.hidden else widths
+
+
+def _scaled(config: Any, chosen: Chosen, widths: Mapping[int, int] | None = None) -> Any:
+    """A configuration with small sizes, and of its stacks those layers that are chosen."""
+    widths = _widths(config) if widths is None else widths
+    own = fields_of(config)
+    scaling = _Scaling(_sizes_of(config, widths), chosen, depths_of(config))
     scaled = {name: scaling.field(name, value) for name, value in own.items()}
-    names = {field.name for field in fields(config)}
-    twin = type(config)(**{name: value for name, value in scaled.items() if name in names})
+    names = {
+        config.attribute_map.get(field.name, field.name): field.name for field in fields(config)
+    }
+    names |= {_PER_LAYER: _PER_LAYER}
+    twin = type(config)(**{names[name]: value for name, value in scaled.items() if name in names})
     for name, value in scaled.items():
-        if name not in vars(twin):
+        if name not in vars(twin) and name != _PER_LAYER:
             setattr(twin, name, value)
     return twin
 
@@ -120,7 +148,9 @@ class _Scaling:
     def field(self, name: str, value: Any, outer: str = "") -> Any:
         """The new value of a field; ``outer`` names the dict that holds it."""
         if is_config(value):
-            return _scaled(value, self.chosen)
+            return _scaled(value, self.chosen, self.sizes.widths)
+        if name == _PER_LAYER:
+            return self.overrides(value)
         if isinstance(value, Mapping):
             if "rope" in name or "rope_theta" in value or "rope_type" in value:
                 return self.rope(value)
@@ -134,13 +164,17 @@ class _Scaling:
         if _DROPOUT.search(name):
             return 0
         if counts_layers(name):
-            return len(self.chosen[value]) if value in self.chosen else value
+            return self.depth(value)
         if _FROM_START.search(name) or _FROM_END.search(name):
             return self.count(name, value)
-        kind = kind_of(name)
-        if kind == "token":
-            return self.token(value)
-        return self.sizes.new_int(name, value, kind or kind_of(outer))
+        return self.sizes.new_int(name, value, kind_of(name) or kind_of(outer))
+
+    def depth(self, value: int) -> int:
+        """How many layers are kept of a stack, or of several passes over one."""
+        for depth, layers in self.chosen.items():
+            if value % depth == 0 and (value == depth or value not in self.chosen):
+                return len(layers) * (value // depth)
+        return value
 
     def count(self, name: str, value: int) -> int:
         """A number of first or last layers becomes that of those which are kept."""
@@ -150,11 +184,6 @@ class _Scaling:
                     return sum(index >= depth - value for index in self.chosen[depth])
                 return sum(index < value for index in self.chosen[depth])
         return value
-
-    def token(self, value: int) -> int:
-        """Ids beyond the small vocabulary become its last ones, in a way that mostly keeps
-        different ones different."""
-        return value if value < VOCAB - 16 else VOCAB - 1 - value % 16
 
     def number(self, name: str, value: float) -> float:
         if _DROPOUT.search(name):
@@ -168,6 +197,17 @@ class _Scaling:
             if name.startswith("attention") and math.isclose(value, head_dim**power, rel_tol=1e-3):
                 return float(self.sizes.new_head_dim(head_dim) ** power)
         return value
+
+    def overrides(self, value: Mapping[str, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+        """Fields of single layers, by the number of the layer."""
+        fields_by_layer = {int(index): layer for index, layer in value.items()}
+        depth = max(self.depths, default=0)
+        chosen = self.chosen.get(depth, range(depth))
+        return {
+            new: {name: self.field(name, item) for name, item in fields_by_layer[old].items()}
+            for new, old in enumerate(chosen)
+            if old in fields_by_layer
+        }
 
     def entries(self, name: str, value: Sequence[Any]) -> list[Any]:
         """A list: with an entry a layer, of layers, or of sizes."""

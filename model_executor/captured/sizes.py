@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,7 @@ VOCAB, POSITIONS, STATE = 128, 256, 16
 INTERMEDIATE = (96, 160, 224, 48, 112, 144)
 """Intermediate sizes, given to the distinct ones of a configuration in their order."""
 RANKS, WINDOWS = (16, 24, 32, 40), (8, 12, 16, 20)
-EXPERTS, MANY_EXPERTS = 8, 16
+EXPERTS, MANY_EXPERTS, FEW = 8, 16, 2
 MOST_ROPE_ORIGINAL, LEAST_ROPE_ORIGINAL = 32, 16
 """Bounds of the positions before which a rope scaling changes nothing: a twin reads some 40."""
 SOFT_CAP, CLAMP = 4.0, 1.5
@@ -29,9 +29,10 @@ _NAMES = {
     "vocab": r"vocab_size|vocab$",
     "rank": r"rank$",
     "window": r"sliding_window|attention_window|^window_size|attention_chunk_size|chunk_length$"
-    r"|^local_attention|^(mamba_)?chunk_size$|index_topk$|keep_window|compress_rate|floor_scale|_n_floor$",
-    "position": r"max_position|n_positions|n_ctx|max_seq_len|max_length|(source|target)_positions"
-    r"|^context_length|max_distance|rel_extent",
+    r"|^local_attention|^(mamba_)?chunk_size$|index_topk$|keep_window|compress_rate|floor_scale"
+    r"|_n_floor$|^(index_)?block_size$",
+    "position": r"max_position|n_positions|n_ctx|max_seq_len|max_length$|model_max"
+    r"|(source|target)_positions|^context_length|max_distance|rel_extent",
     "topk_group": r"^topk_group$",
     "group": r"^n_group$|num_expert_group",
     "top_k": r"experts_per_tok|moe_?(top_?)?k$|top_k_experts",
@@ -43,8 +44,9 @@ _NAMES = {
     "intermediate": r"intermediate_size|ffn_(dim|hidden)|n_inner$|d_inner$|dim_ff|^dff$"
     r"|feed_forward_size|mlp_dim$",
     "state": r"d_state$|state_size$",
-    "width": r"hidden_size|d_model$|n_embd$|emb(ed|edding)?_(dim|size)|dim_model$|lru_width"
-    r"|proj_dim$|hidden_dim|(in|out|input|output)_dim$|latent_size|d_ssm$",
+    "width": r"hidden_size|d_model$|n_embd$|emb(ed|edding)?_(dim|size)|dim_model(_base)?$|lru_width"
+    r"|proj_dim$|hidden_dim|(in|out|input|output)_(dim|size)$|latent_size|d_ssm$",
+    "few": r"topk_blocks$",
 }
 _KINDS = {kind: re.compile(pattern) for kind, pattern in _NAMES.items()}
 _NO_SIZE = re.compile(r"shared_experts$|window_layers|patch|image|audio|num_channels")
@@ -52,7 +54,7 @@ _NO_SIZE = re.compile(r"shared_experts$|window_layers|patch|image|audio|num_chan
 
 def kind_of(name: str) -> str:
     """What a field of that name counts; "" if no size that is known."""
-    if _NO_SIZE.search(name):
+    if _NO_SIZE.search(name) and not _KINDS["token"].search(name):
         return ""
     return next((kind for kind, pattern in _KINDS.items() if pattern.search(name)), "")
 
@@ -83,6 +85,8 @@ class Sizes:
     hidden: int
     heads: int
     kv_heads: int
+    widths: Mapping[int, int] = field(default_factory=dict)
+    """Old -> new hidden size of the configurations beside this one."""
 
     @cached_property
     def by_kind(self) -> dict[str, list[tuple[str, int]]]:
@@ -96,11 +100,13 @@ class Sizes:
 
     @cached_property
     def head_dim(self) -> int:
-        """The dimension of heads that most fields have; what hidden size and heads imply if none
-        says one."""
-        named = [value for name, value in self.by_kind["head_dim"] if name != "rotary_dim"]
+        """The dimension of the heads of attention; that which hidden size and heads imply if no
+        field says one."""
+        named = dict(self.by_kind["head_dim"])
+        plain = next((named[name] for name in named if "_nope_" in name), named.get("head_dim"))
+        named.pop("rotary_dim", None)
         implied = self.hidden // self.heads if self.hidden and self.heads else HEAD_DIM
-        return max(set(named), key=lambda v: (named.count(v), v)) if named else implied
+        return plain or max(named.values(), default=implied)
 
     @cached_property
     def new_heads(self) -> tuple[int, int]:
@@ -117,6 +123,8 @@ class Sizes:
     @cached_property
     def new_hidden(self) -> int:
         """The small hidden size: what all heads hold if it was that before, else another."""
+        if any(name.endswith("_dim_factor") for name in self.values):
+            return 2 * HIDDEN  # such models round their widths to 64
         heads_hold = self.new_heads[0] * HEAD_DIM if self.heads else HIDDEN
         if not self.heads or self.hidden == self.heads * self.head_dim:
             return heads_hold
@@ -132,16 +140,21 @@ class Sizes:
             return self.new_heads[0]
         if value == self.kv_heads:
             return self.new_heads[1]
-        stem = name.split("_")[0]
+        family = _family(name)
+        widths = self.values_of("width")
         for other, dim in self.by_kind["head_dim"]:
+            if _family(other) != family:
+                continue
             held = Fraction(value * dim, self.hidden or 1)
-            if other.startswith(stem) and held.denominator <= 2 and held <= 4:
-                return max(1, int(held * self.new_hidden) // self.new_head_dim(dim))
+            if value * dim in widths or (held.denominator <= 2 and held <= 4):
+                return max(1, self.new_width(value * dim) // self.new_head_dim(dim))
         kinds = [*self.by_kind["head"], *self.by_kind["kv_head"]]
-        least = min((v for other, v in kinds if other.startswith(stem)), default=value)
+        least = min((v for other, v in kinds if _family(other) == family), default=value)
         return min(value, min(least, 4) * max(1, value // least))
 
     def new_width(self, value: int) -> int:
+        if value != self.hidden and value in self.widths:
+            return self.widths[value]
         ratio = Fraction(value, self.hidden or value)
         if ratio.denominator <= 16 and ratio.numerator <= 16:
             return max(4, int(ratio * self.new_hidden))
@@ -177,6 +190,11 @@ class Sizes:
             return self.new_experts
         return max(1, min(value, 3, new_taken * self.new_experts // self.new_groups - 1))
 
+    def new_token(self, value: int) -> int:
+        """Ids beyond the small vocabulary become its last ones, different ones different ones."""
+        beyond = [token for token in self.values_of("token") if token >= VOCAB - 16]
+        return VOCAB - 1 - beyond.index(value) % 16 if value in beyond else value
+
     def new_int(self, name: str, value: int, kind: str | None = None) -> int:
         """The small value of an integer field; the value itself if it counts nothing known."""
         kind = kind_of(name) if kind is None else kind
@@ -193,6 +211,8 @@ class Sizes:
                 return self.new_intermediate(value)
             case "expert" | "group" | "topk_group" | "top_k":
                 return self.new_routing(kind, value)
+            case "token":
+                return self.new_token(value)
             case "rank":
                 return min(value, _by_order(RANKS, self.values_of(kind), value))
             case "window":
@@ -201,9 +221,17 @@ class Sizes:
                 return min(value, VOCAB)
             case "position":
                 return min(value, POSITIONS)
+            case "few":
+                return min(value, FEW)
             case "state":
                 return min(value, STATE)
         return value
+
+
+def _family(name: str) -> str:
+    """What a field of heads belongs to: ``mamba`` of ``mamba_n_heads``, "" of ``num_heads``."""
+    first = name.split("_")[0]
+    return "" if first in ("n", "num", "head", "headdim", "d", "dim") else first
 
 
 def _by_order(sizes: tuple[int, ...], values: list[int], value: int) -> int:
