@@ -23,11 +23,12 @@ from fusewright.model_executor.captured.layer_kinds import (
 from fusewright.model_executor.captured.random_weights import randomize
 from fusewright.model_executor.captured.sizes import (
     CLAMP,
-    LEAST_ROPE_ORIGINAL,
-    MOST_ROPE_ORIGINAL,
     POSITIONS,
+    ROPE_BANDS,
+    ROPE_SWITCH,
     SOFT_CAP,
     Sizes,
+    flat,
     is_int,
     kind_of,
 )
@@ -37,7 +38,8 @@ __all__ = ["randomize", "shrunk"]
 MOST_TIMES = 3
 """How often a twin may keep each kind: weights that layers share need a second layer."""
 _LEFT_OUT = {"transformers_version", "architectures", "quantization_config", "id2label", "label2id"}
-_PER_LAYER = "per_layer_config"
+_PER_LAYER, _ORIGINAL = "per_layer_config", "original_max_position_embeddings"
+_BY_FREQUENCY = ("yarn", "llama3")
 _FROM_START = re.compile(r"dense_(replace|layers)|window_layers$|layer_(start|end)_index$")
 _FROM_END = re.compile(r"kv_shared_layers$")
 _SOFT_CAP = re.compile(r"soft_?cap")
@@ -163,6 +165,8 @@ class _Scaling:
             return value
         if _DROPOUT.search(name):
             return 0
+        if name == _ORIGINAL:
+            return self.rope_parameter(name, value)
         if counts_layers(name):
             return self.depth(value)
         if _FROM_START.search(name) or _FROM_END.search(name):
@@ -237,16 +241,21 @@ class _Scaling:
             }
         return {key: self.rope_parameter(key, value) for key, value in rope.items()}
 
+    @property
+    def scales_by_frequency(self) -> bool:
+        """Whether a rope scaling depends on wavelengths alone, and not on the position."""
+        facts = [*flat(self.sizes.values)]
+        by_frequency = any(k in ("rope_type", "type") and v in _BY_FREQUENCY for k, v in facts)
+        return by_frequency and not any(name == "llama_4_scaling_beta" for name, _ in facts)
+
     def rope_parameter(self, name: str, value: Any) -> Any:
         if isinstance(value, Mapping):
             return self.rope(value)
         head_dim = self.sizes.new_head_dim(self.sizes.head_dim)
         if name == "partial_rotary_factor" and value:
             return max(2, 2 * round(value * head_dim / 2)) / head_dim
-        if name == "original_max_position_embeddings" and is_int(value):
-            longest = max(self.sizes.values_of("position"), default=value)
-            scaled = value * POSITIONS // longest
-            return min(MOST_ROPE_ORIGINAL, max(LEAST_ROPE_ORIGINAL, scaled))
+        if name == _ORIGINAL and is_int(value):
+            return min(value, ROPE_BANDS if self.scales_by_frequency else ROPE_SWITCH)
         if isinstance(value, (list, tuple)):
             length = max(1, round(len(value) * head_dim / self.sizes.head_dim))
             if all(is_int(item) for item in value):

@@ -20,8 +20,9 @@ INTERMEDIATE = (96, 160, 224, 48, 112, 144)
 """Intermediate sizes, given to the distinct ones of a configuration in their order."""
 RANKS, WINDOWS = (16, 24, 32, 40), (8, 12, 16, 20)
 EXPERTS, MANY_EXPERTS, FEW = 8, 16, 2
-MOST_ROPE_ORIGINAL, LEAST_ROPE_ORIGINAL = 32, 16
-"""Bounds of the positions before which a rope scaling changes nothing: a twin reads some 40."""
+ROPE_SWITCH, ROPE_BANDS = 16, 64
+"""Positions for which a rope was trained before it was scaled. A scaling that starts behind them
+starts within the first tokens; one by frequency has all its bands in a head of 16."""
 SOFT_CAP, CLAMP = 4.0, 1.5
 
 _NAMES = {
