@@ -7,7 +7,7 @@ function of the same name what the function may see.  A mask is data here, ``Mas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
-from ...config import UserError
 from ..attention import AttentionInputs
 from .facts import AttentionFacts
 
@@ -28,10 +27,29 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Mask:
-    """What a query sees of the positions up to its own: all, a window or a chunk of them."""
+    """What a query sees of the positions up to its own: all, a window or a chunk of them.
+
+    ``refused`` names a kind that the engine lacks; only the attention that is called with it is
+    refused, since models also make masks that they do not use.
+    """
 
     window: int = 0
     chunk: int = 0
+    refused: str = ""
+
+    def __getattr__(self, name: str) -> Any:
+        raise Refused(_WRITTEN_OUT)
+
+    def _written_out(self, *others: Any) -> Any:
+        raise Refused(_WRITTEN_OUT)
+
+    __getitem__ = __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = _written_out
+
+
+_WRITTEN_OUT = (
+    "its attention does not go through the library's attention interface: it computes with the mask "
+    "itself"
+)
 
 
 class Attend(Protocol):
@@ -80,22 +98,20 @@ class Recorder:
         soft_cap: float,
         sinks: Tensor | None,
     ) -> Tensor:
-        if any(call.layer == facts.layer for call in self.calls):
-            raise Refused(f"layer {facts.layer} calls attention twice; a layer has one KV cache")
         self.calls.append(facts)
         self._on_call()
         return torch.empty_like(q)
 
 
-@dataclass(frozen=True)
+@dataclass
 class PagedAttention:
-    """Attention over the paged KV caches of one step; a layer's cache is that of its call's place
-    in ``layers``."""
+    """Attention over the paged KV caches of one step: one for each call, in the order of the calls.
+    ``groups`` has the number of each one's cache group."""
 
     inputs: AttentionInputs
     kv_caches: list[Tensor]
-    layers: dict[int, int]
-    groups: tuple[int, ...]
+    groups: Sequence[int]
+    calls: int = 0
 
     def __call__(
         self,
@@ -107,8 +123,8 @@ class PagedAttention:
         soft_cap: float,
         sinks: Tensor | None,
     ) -> Tensor:
-        place = self.layers[facts.layer]
-        kv_cache, cache = self.kv_caches[place], self.inputs.groups[self.groups[place]]
+        kv_cache, cache = self.kv_caches[self.calls], self.inputs.groups[self.groups[self.calls]]
+        self.calls += 1
         ops.kv_store(k, v, kv_cache, cache.slot_mapping, None)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         ops.paged_attention(
@@ -125,7 +141,10 @@ class PagedAttention:
         return out
 
 
-_PASSED_ON = ("position_ids", "use_cache", "output_attentions", "cache_position", "is_causal")
+_PASSED_ON = (
+    *("position_ids", "use_cache", "output_attentions", "cache_position", "is_causal"),
+    "logits_to_keep",
+)
 """Arguments that models hand to attention and that say nothing of its result, as far as masks and
 positions are those of a step."""
 
@@ -160,7 +179,6 @@ def attention(
             "queries, keys and values; values may be narrower, keys may not differ"
         )
     facts = AttentionFacts(
-        layer=_layer_of(module),
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
         head_dim=width,
@@ -181,18 +199,13 @@ def _says(value: Any) -> bool:
     return value is not None and value is not False
 
 
-def _layer_of(module: nn.Module) -> int:
-    layer = getattr(module, "layer_idx", None)
-    if not isinstance(layer, int):
-        raise Refused(f"{type(module).__name__} calls attention and has no layer_idx")
-    return layer
-
-
 def _mask_of(module: nn.Module, mask: Any) -> Mask:
     if mask is None:
         if not getattr(module, "is_causal", True):
             raise Refused(f"{type(module).__name__} looks at later positions too (no causal mask)")
         return Mask()
+    if isinstance(mask, Mask) and mask.refused:
+        raise Refused(f"its attention has a mask of kind {mask.refused}, which is not supported")
     if not isinstance(mask, Mask):
         raise Refused(
             f"{type(module).__name__} calls attention with a mask of its own making, a "
@@ -215,10 +228,8 @@ def make_mask(*, mask_function: Any, **others: Any) -> Mask:
         elif name == "chunked_overlay":
             chunk = _least(chunk, int(held["chunk_size"]))
         else:
-            raise Refused(f"its attention has a mask of kind {name}, which is not supported")
-    if not causal:
-        raise Refused("its attention looks at later positions too (no causal mask)")
-    return Mask(window, chunk)
+            return Mask(refused=name)
+    return Mask(window, chunk, "" if causal else "bidirectional")
 
 
 def _least(one: int, other: int) -> int:
@@ -306,13 +317,7 @@ def no_cache() -> Any:
         def __len__(self) -> int:
             return 0
 
+        def __getattr__(self, name: str) -> Any:
+            raise Refused(f"it asks its cache for {name}, which the engine's has not")
+
     return NoCache()
-
-
-def refusal(error: BaseException) -> UserError | None:
-    """What a refusal inside a model's forward says, as the error of a user; None for others."""
-    while error is not None:
-        if isinstance(error, Refused):
-            return UserError(str(error))
-        error = error.__cause__  # type: ignore[assignment]
-    return None

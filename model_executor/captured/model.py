@@ -48,9 +48,8 @@ class CapturedModel(nn.Module):
     ) -> Tensor:
         """One step, as of ``DecoderModel``: logits of each sequence's last token."""
         spec = self.spec
-        layers = {call.layer: place for place, call in enumerate(self.facts.attention)}
-        groups = tuple(spec.cache_group(place) for place in range(spec.num_layers))
-        attend = PagedAttention(attention, kv_caches, layers, groups)
+        groups = [spec.cache_group(call) for call in range(spec.num_layers)]
+        attend = PagedAttention(attention, kv_caches, groups)
         return run(self.library, inputs, positions, attend, attention.query_start_loc)
 
 

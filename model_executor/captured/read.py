@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from .linears import Siblings
 from .model import run
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_NUM_TOKENS = 7
+_NUM_TOKENS = 8191
+"""No size of a model is this one, so a tensor of tokens by tokens shows."""
 
 
 def captured_spec(config: HfConfig, architecture: str) -> ModelSpec:
@@ -37,14 +39,19 @@ def captured_spec(config: HfConfig, architecture: str) -> ModelSpec:
             "use a model that transformers has itself"
         )
     read = read_config(path, values, architecture)
-    if getattr(read, "is_encoder_decoder", False):
-        raise UserError(f"{path}: {architecture!r} has an encoder and a decoder, expected a decoder")
+    return spec_of(read, str(path), architecture)
+
+
+def spec_of(read: Any, what: str, architecture: str) -> ModelSpec:
+    """The spec of a configuration of the library; errors are those of ``captured_spec``."""
+    what = f"{what}: {architecture!r}"
     dtype_name = _dtype_name(read)
     text = canonical(read)
-    library = version()
     model = build(text, _DTYPES[dtype_name])
-    facts, vocab_size = probe(model, CapturedFacts(text, library), f"{path}: {architecture!r}")
+    facts, vocab_size = probe(model, CapturedFacts(text, version()), what)
     calls = facts.attention
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UserError(f"{what} has an encoder and a decoder, expected a decoder alone")
     shape = read.get_text_config(decoder=True)
     first = calls[0]
     return ModelSpec(
@@ -56,7 +63,7 @@ def captured_spec(config: HfConfig, architecture: str) -> ModelSpec:
         num_kv_heads=first.num_kv_heads,
         head_dim=first.head_dim,
         vocab_size=vocab_size,
-        max_position_embeddings=_max_positions(path, shape),
+        max_position_embeddings=_max_positions(what, shape),
         rms_norm_eps=0.0,
         rope=RopeParameters(),
         hidden_act="",
@@ -80,6 +87,8 @@ def probe(model: nn.Module, facts: CapturedFacts, what: str) -> tuple[CapturedFa
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
+        raise UserError(f"{what} cannot be captured: its forward does not take position_ids")
     siblings = Siblings(model)
 
     def on_call() -> None:
@@ -150,8 +159,8 @@ def _number(config: Any, name: str) -> int | None:
     return value if isinstance(value, int) and value > 0 else None
 
 
-def _max_positions(path: Path, config: Any) -> int:
+def _max_positions(what: str, config: Any) -> int:
     most = _number(config, "max_position_embeddings")
     if most is None:
-        raise UserError(f"{path} has no max_position_embeddings; give the model's complete config")
+        raise UserError(f"{what} has no max_position_embeddings; give the model's complete config")
     return most
