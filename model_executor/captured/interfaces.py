@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ... import ops
 from ..attention import AttentionInputs
@@ -137,6 +138,10 @@ class PagedAttention:
             scale,
             facts.window,
             soft_cap,
+            None,
+            None,
+            sinks,
+            facts.chunk,
         )
         return out
 
@@ -284,9 +289,46 @@ def register() -> None:
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts)
 
 
-def no_cache() -> Any:
-    """A cache for a model's forward that keeps nothing: what a layer gives it comes back.  The
-    library asks a cache, and not the positions, how many tokens came before."""
+class _Earlier(int):
+    """How many tokens came before: a number of its own for each token, and 0 for what measures
+    tensors by it, as all of them are of this step."""
+
+    each: Tensor
+
+    @classmethod
+    def of(cls, positions: Tensor) -> _Earlier:
+        made = cls(0)
+        made.each = positions - torch.arange(positions.shape[0], device=positions.device)
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        values = [arg.each if isinstance(arg, cls) else arg for arg in args]
+        return function(*values, **(kwargs or {}))
+
+
+class Positions(TorchFunctionMode):
+    """Lets ``torch.arange`` that starts at the number of earlier tokens give their positions."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        how = kwargs or {}
+        if function is torch.arange and args and isinstance(args[0], _Earlier):
+            earlier, stop, *rest = args
+            return earlier.each + function(int(earlier), stop, *rest, **how)
+        return function(*args, **how)
+
+
+def no_cache(positions: Tensor) -> Any:
+    """A cache for a model's forward that keeps nothing: what a layer gives it comes back.
+
+    Args:
+        positions: [num_tokens].  The number of earlier tokens, to which models add 0, 1, 2, ... for
+            positions, is one for each token here.
+    """
     from transformers.cache_utils import Cache
 
     class NoCache(Cache):  # type: ignore[misc]
@@ -312,7 +354,7 @@ def no_cache() -> Any:
             return getattr(query_length, "shape", [query_length])[0], 0
 
         def get_seq_length(self, layer_idx: int = 0) -> int:
-            return 0
+            return _Earlier.of(positions)
 
         def __len__(self) -> int:
             return 0

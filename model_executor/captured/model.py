@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from ..attention import AttentionInputs
 from ..layers import Linear
 from ..spec import ModelSpec
 from .facts import CapturedFacts
-from .interfaces import Attend, PagedAttention, attending, no_cache
+from .interfaces import Attend, PagedAttention, Positions, attending, no_cache
 from .library import build
 from .linears import replace_linears
 
@@ -78,17 +79,24 @@ def run(
 
     hook = None if query_start_loc is None else head.register_forward_pre_hook(last)
     try:
-        with attending(attend):
+        with attending(attend), Positions():
             out = model(
                 input_ids=ids[None],
-                position_ids=positions[None],
-                past_key_values=no_cache(),
+                past_key_values=no_cache(positions),
                 use_cache=False,
+                **position_arguments(model, positions),
             )
     finally:
         if hook is not None:
             hook.remove()
     return out.logits[0]  # type: ignore[no-any-return]
+
+
+def position_arguments(model: nn.Module, positions: Tensor) -> dict[str, Tensor]:
+    """What says the positions of tokens to a model's forward; empty if it counts them itself."""
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    takes = any(p.name == "position_ids" or p.kind is p.VAR_KEYWORD for p in parameters)
+    return {"position_ids": positions[None]} if takes else {}
 
 
 def fill_captured(model: CapturedModel, seed: int) -> None:

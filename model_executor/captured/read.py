@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,8 +86,6 @@ def probe(model: nn.Module, facts: CapturedFacts, what: str) -> tuple[CapturedFa
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    if "position_ids" not in inspect.signature(type(model).forward).parameters:
-        raise UserError(f"{what} cannot be captured: its forward does not take position_ids")
     siblings = Siblings(model)
 
     def on_call() -> None:

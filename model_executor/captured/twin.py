@@ -20,7 +20,7 @@ from ..kv_cache import allocate_kv_caches
 from ..spec import ModelSpec
 from .library import build, canonical, first_line
 from .linears import tensors_of
-from .model import CapturedModel
+from .model import CapturedModel, position_arguments
 from .random_weights import randomize
 from .read import spec_of
 from .shrink import shrunk
@@ -131,8 +131,8 @@ def compare(twin: Twin, step: Step, what: str, lengths: Sequence[int] = LENGTHS)
 
 def _unmodified(twin: Twin, ids: Tensor) -> Tensor:
     """Logits of all tokens of a sequence, at the positions that the library's ``generate`` gives."""
-    positions = torch.arange(len(ids))[None]
-    out = twin.unmodified(input_ids=ids[None], position_ids=positions, use_cache=False)
+    positions = position_arguments(twin.unmodified, torch.arange(len(ids)))
+    out = twin.unmodified(input_ids=ids[None], use_cache=False, **positions)
     return out.logits[0]  # type: ignore[no-any-return]
 
 
