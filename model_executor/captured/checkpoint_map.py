@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,8 +25,9 @@ from .moves import Move, in_file_order, whole
 from .traced import InexpressibleError, TracedTensor, traced
 
 Skip: TypeAlias = Callable[[str], bool]
-"""Whether a name is of a part that is not wanted, such as another tower.  It is asked about each
-tensor, by its name in the checkpoint and by its name in the model, and about each parameter."""
+"""Whether a name is of a part that is not wanted, such as another tower.  It is asked about the
+model's parameters, and about the tensors of the checkpoint by the names that they have in the
+model: by the library's renaming, also where the model has no such parameter."""
 
 _ONE_MODEL = "config.json and weights must be of one model"
 
@@ -103,7 +104,7 @@ def moves_of(model: Any, found: Mapping[str, TensorInfo], skip: Skip = _none) ->
         _check(name, plan.expected[name], load, tensor)
         home = homes.get(name, name)
         if home == name or home not in results:
-            moves += (replace(move, parameter=home) for move in tensor.moves)
+            moves += (move._replace(parameter=home) for move in tensor.moves)
     extra = _unknown(model, unused)
     if extra:
         raise UserError(
@@ -190,7 +191,7 @@ def _plan(model: Any, found: Mapping[str, TensorInfo], skip: Skip) -> _Plan:
     place = model.base_model_prefix, expected
     plan = _Plan(model, expected, {}, {})
     # A conversion stacks tensors in the order in which they come: experts by their numbers.
-    for name in filter(lambda name: not skip(name), sorted(found, key=dot_natural_key)):
+    for name in sorted(found, key=dot_natural_key):
         key, pattern = rename_source_key(name, renamings, converters, *place)
         if key not in expected and name in expected:
             key, pattern = rename_source_key(name, [], [], *place)

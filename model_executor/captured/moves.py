@@ -8,10 +8,9 @@ planned from the files' headers, narrowed to what a rank holds, and run one tens
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +18,7 @@ from torch import Tensor
 from ..checkpoint import TensorInfo, open_checkpoint_file
 
 
-@dataclass(frozen=True)
-class Axis:
+class Axis(NamedTuple):
     """One loop of a copy: each of its ``length`` rounds goes ``source_step`` further along one
     dimension of the tensor and ``dest_step`` further along one dimension of the parameter."""
 
@@ -31,8 +29,7 @@ class Axis:
     dest_step: int
 
 
-@dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):
     """The elements of a tensor that go to a parameter: all that ``axes``, nested in any order,
     reach from the two starts.  Of the axes in one dimension of the parameter, a round of one spans
     all rounds of those with smaller steps."""
@@ -102,7 +99,7 @@ def shifted(move: Move, dim: int, by: int) -> Move:
     """The move to a parameter in which everything lies ``by`` further along ``dim``."""
     start = list(move.dest_start)
     start[dim] += by
-    return replace(move, dest_start=tuple(start))
+    return move._replace(dest_start=tuple(start))
 
 
 def _within(move: Move, dim: int, low: int, high: int) -> Iterator[Move]:
@@ -131,19 +128,25 @@ def _rounds(move: Move, axis: Axis, rounds: range) -> Move:
     source, dest = list(move.source_start), list(move.dest_start)
     source[axis.source_dim] += rounds.start * axis.source_step
     dest[axis.dest_dim] += rounds.start * axis.dest_step
-    shorter = (replace(axis, length=len(rounds)),) if len(rounds) > 1 else ()
+    shorter = (axis._replace(length=len(rounds)),) if len(rounds) > 1 else ()
     axes = tuple(a for old in move.axes for a in (shorter if old == axis else (old,)))
-    return replace(move, source_start=tuple(source), dest_start=tuple(dest), axes=axes)
+    return move._replace(source_start=tuple(source), dest_start=tuple(dest), axes=axes)
 
 
 def permuted(move: Move, dims: Sequence[int]) -> Move:
     """The move to ``parameter.permute(dims)``."""
     place = {old: new for new, old in enumerate(dims)}
-    return replace(
-        move,
+    return move._replace(
         dest_start=tuple(move.dest_start[dim] for dim in dims),
-        axes=tuple(replace(axis, dest_dim=place[axis.dest_dim]) for axis in move.axes),
+        axes=tuple(axis._replace(dest_dim=place[axis.dest_dim]) for axis in move.axes),
     )
+
+
+def unsqueezed(move: Move, dim: int) -> Move:
+    """The move to ``parameter.unsqueeze(dim)``."""
+    start = (*move.dest_start[:dim], 0, *move.dest_start[dim:])
+    axes = (a._replace(dest_dim=a.dest_dim + 1) if a.dest_dim >= dim else a for a in move.axes)
+    return move._replace(dest_start=start, axes=tuple(axes))
 
 
 def viewed(move: Move, shape: Sequence[int], new_shape: Sequence[int]) -> Move:
@@ -166,7 +169,7 @@ def viewed(move: Move, shape: Sequence[int], new_shape: Sequence[int]) -> Move:
         last[axis.dest_dim] += (axis.length - 1) * axis.dest_step
     if any(map(int.__ge__, last, new_shape)):
         raise ValueError(f"{list(shape)} as {list(new_shape)} cuts a slice across its rows")
-    return replace(move, dest_start=tuple(starts), axes=_joined(axes))
+    return move._replace(dest_start=tuple(starts), axes=_joined(axes))
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
@@ -194,6 +197,8 @@ def _cut(
         if inside > 1:
             yield Axis(inside, axis.source_dim, source_step, dim, step)
         length, source_step, stride = length // inside, source_step * inside, above
+        if length == 1:
+            return
     raise ValueError(f"a reshape to {list(shape)} cuts rows of {axis.length} unevenly")
 
 
@@ -202,7 +207,7 @@ def _joined(axes: Iterable[Axis]) -> tuple[Axis, ...]:
     done: list[Axis] = []
     for axis in sorted(axes, key=lambda a: (a.dest_dim, a.dest_step)):
         if done and axis == _next(done[-1], axis.length):
-            done[-1] = replace(done[-1], length=done[-1].length * axis.length)
+            done[-1] = done[-1]._replace(length=done[-1].length * axis.length)
         else:
             done.append(axis)
     return tuple(done)

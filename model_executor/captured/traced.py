@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import TensorInfo
-from .moves import Move, narrowed, permuted, shifted, viewed, whole
+from .moves import Move, narrowed, permuted, shifted, unsqueezed, viewed, whole
 
 _aten = torch.ops.aten
 
@@ -139,8 +139,9 @@ def _squeeze(x: TracedTensor, dim: int) -> TracedTensor:
 
 def _unsqueeze(x: TracedTensor, dim: int) -> TracedTensor:
     shape = list(x.shape)
-    shape.insert(dim % (x.ndim + 1), 1)
-    return _view(x, shape)
+    dim %= x.ndim + 1
+    shape.insert(dim, 1)
+    return TracedTensor(shape, x.dtype, tuple(unsqueezed(move, dim) for move in x.moves))
 
 
 def _cat(tensors: Sequence[TracedTensor], dim: int = 0) -> TracedTensor:
@@ -161,7 +162,19 @@ def _cat(tensors: Sequence[TracedTensor], dim: int = 0) -> TracedTensor:
 
 
 def _stack(tensors: Sequence[TracedTensor], dim: int = 0) -> TracedTensor:
-    return _cat([_unsqueeze(x, dim) for x in tensors], dim % (tensors[0].ndim + 1))
+    shape = list(tensors[0].shape)
+    dim %= len(shape) + 1
+    for x in tensors:
+        if list(x.shape) != shape:
+            raise ValueError(f"shapes {shape} and {list(x.shape)} do not stack")
+    # In one go: experts are many.
+    moves = (
+        shifted(unsqueezed(move, dim), dim, place)
+        for place, x in enumerate(tensors)
+        for move in x.moves
+    )
+    shape.insert(dim, len(tensors))
+    return TracedTensor(shape, tensors[0].dtype, tuple(moves))
 
 
 def _same(x: TracedTensor, memory_format: torch.memory_format | None = None) -> TracedTensor:
