@@ -38,11 +38,12 @@ def _none(name: str) -> bool:
 
 @dataclass(frozen=True)
 class _Load:
-    """Tensors of a checkpoint that ``transform``, one of the library's, turns into parameters, of
-    which ``key`` is the first.  Each is under the pattern that its name matched."""
+    """Tensors of a checkpoint that one of the library's conversions turns into parameters, of which
+    ``key`` is the first, or a tensor that is a parameter as it is.  Each is under the pattern that
+    its name matched."""
 
     key: str
-    transform: Any
+    conversion: Any | None
     tensors: dict[str, list[TensorInfo]]
 
     @property
@@ -159,7 +160,7 @@ def dtypes_of(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
 
     def of(name: str, tensor: Tensor) -> torch.dtype:
         match = pattern.search(name) if asked else None
-        return asked[names[match.lastgroup]] if match else tensor.dtype  # type: ignore[no-any-return]
+        return asked[names[match.lastgroup or ""]] if match else tensor.dtype
 
     return {name: of(name, tensor) for name, tensor in model.state_dict().items()}
 
@@ -201,10 +202,10 @@ def _plan(model: Any, found: Mapping[str, TensorInfo], skip: Skip) -> _Plan:
             plan.unused[name] = key
             continue
         if key not in plan.loads:
-            plain = WeightRenaming(name, key) if pattern is None else None
-            plan.loads[key] = _Load(key, plain or deepcopy(of_pattern[pattern]), {})
+            conversion = deepcopy(of_pattern[pattern]) if pattern else None
+            plan.loads[key] = _Load(key, conversion, {})
         load = plan.loads[key]
-        if load.tensors and (pattern is None or not hasattr(load.transform, "operations")):
+        if load.tensors and not (pattern and load.conversion):
             raise _two(key, load.names[0], name)
         load.tensors.setdefault(pattern or name, []).append(found[name])
     return plan
@@ -212,16 +213,16 @@ def _plan(model: Any, found: Mapping[str, TensorInfo], skip: Skip) -> _Plan:
 
 def _converted(model: Any, load: _Load) -> dict[str, TracedTensor]:
     """The parameters that a load fills, by their names."""
-    transform, dtype = load.transform, model.dtype
-    operations = ", ".join(type(op).__name__ for op in getattr(transform, "operations", ()))
-    if not operations:
+    conversion, dtype = load.conversion, model.dtype
+    if conversion is None:
         (only,) = next(iter(load.tensors.values()))
         return {load.key: traced(only, dtype)}
     for pattern, infos in load.tensors.items():
         for info in infos:
-            transform.add_tensor(load.key, info.name, pattern, traced(info, dtype))
+            conversion.add_tensor(load.key, info.name, pattern, traced(info, dtype))
+    operations = ", ".join(type(op).__name__ for op in conversion.operations)
     try:
-        results = transform.convert(load.key, model=model, config=model.config)
+        results = conversion.convert(load.key, model=model, config=model.config)
     except InexpressibleError as error:
         raise UserError(
             f"parameter {load.key} is made by {operations} of transformers, which is more than "
@@ -270,7 +271,7 @@ def _check(name: str, expected: Tensor, load: _Load, tensor: TracedTensor) -> No
     """Raises if a parameter's tensors have another shape or type."""
     first = next(iter(load.tensors.values()))[0]
     subject = f"tensor {first.name} in {first.file} has"
-    if len(load.names) > 1 or hasattr(load.transform, "operations"):
+    if load.conversion is not None:
         subject = f"the checkpoint's {some_weights(load.names)} for {name} have in all"
     if tensor.shape != expected.shape:
         raise UserError(

@@ -47,7 +47,7 @@ class Move(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of the slice that is read: the smallest one that has all of the elements."""
-        numel = prod(part.stop - part.start for part in self.read_index())
+        numel: int = prod(part.stop - part.start for part in self.read_index())
         return self.source.nbytes * numel // max(1, prod(self.source.shape))
 
     def read_index(self) -> tuple[slice, ...]:

@@ -32,15 +32,13 @@ class TracedTensor(Tensor):
     def __new__(
         cls, shape: Sequence[int], dtype: torch.dtype, moves: tuple[Move, ...]
     ) -> TracedTensor:
-        made = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device="meta")  # type: ignore[attr-defined]
-        made.moves = moves
-        return made  # type: ignore[no-any-return]
-
-    def __repr__(self, **_: Any) -> str:
-        return f"TracedTensor({list(self.shape)}, {self.moves})"
+        size, device = torch.Size(shape), torch.device("meta")
+        tensor = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
+        tensor.moves = moves
+        return tensor
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
         types: Sequence[type],
