@@ -17,6 +17,7 @@ from ..config import CompileConfig, UserError
 from ..config.device_table import Weight
 from ..ops.core.device_table import gpu_of
 from ..passes import (
+    RAISE,
     PassReport,
     Subgraph,
     build_passes,
@@ -98,7 +99,7 @@ def lower_model(
     with timer.phase("passes"):
         reports = run_passes(
             traced.gm,
-            build_passes(config.passes),
+            [*(RAISE if source.why else ()), *build_passes(config.passes)],
             verify=config.verify,
             on_pass=lambda name, gm: record.graph(f"after {name}", traced),
         )

@@ -53,8 +53,10 @@ class Cleanup:
     its caller may write to them.
     """
 
-    name = "cleanup"
     tier = EXACT
+
+    def __init__(self, name: str = "cleanup") -> None:
+        self.name = name
 
     def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
         report = PassReport(self.name)

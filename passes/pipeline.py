@@ -12,10 +12,13 @@ from dataclasses import replace
 
 from torch import fx
 
+from .canonicalize_linear import CANONICALIZE_LINEAR
 from .canonicalize_norm import CanonicalizeNorm
 from .canonicalize_rope import CanonicalizeRope
 from .check_effects import Snapshot
 from .cleanup import Cleanup
+from .drop_batch import DropBatch
+from .fold_views import FOLD_VIEWS
 from .fuse_act import FuseAct
 from .fuse_add_norm import FUSE_ADD_NORM
 from .fuse_all_reduce_norm import FuseAllReduceNorm
@@ -48,6 +51,17 @@ PIPELINE: tuple[Rule, ...] = (
 CANONICALIZE: tuple[Rule, ...] = (CanonicalizeNorm(), CanonicalizeRope())
 """Passes that unmodified models need first; our models are written in semantic ops.  ``fuse_act``
 raises gated activations in both."""
+
+
+RAISE: tuple[Rule, ...] = (
+    DropBatch(),
+    FOLD_VIEWS,
+    Cleanup("drop_copies"),
+    CANONICALIZE_LINEAR,
+    *CANONICALIZE,
+    FOLD_VIEWS,
+)
+"""Passes that run first over the graph of a captured model, whatever passes are chosen."""
 
 
 def build_passes(names: Iterable[str]) -> list[Rule]:

@@ -7,6 +7,7 @@ ops to compile identical ones once.
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from .indexing import item
 
 
 def fake_value(node: fx.Node) -> Any:
@@ -73,6 +76,8 @@ def compute_fake(node: fx.Node) -> Any:
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         if not callable(node.target):
             raise TypeError(f"{node.format_node()} calls nothing")
+        if node.target is operator.getitem and isinstance(args[0], Tensor):
+            return item(*args)
         return node.target(*args, **kwargs)
 
 

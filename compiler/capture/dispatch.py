@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
+from ...passes.indexing import Indexing
 from .respell import respell
 from .source import WEIGHTS
 from .trace import GraphInput, Traced, TraceError
@@ -64,11 +65,11 @@ def trace_by_dispatch(
     def call(symbols: list[torch.SymInt], tensors: dict[str, Tensor]) -> Tensor:
         given = tree_map(lambda x: tensors[names[id(x)]] if isinstance(x, Tensor) else x, args)
         held = {name: tensors[WEIGHTS + name] for name in weights}
-        with _paths(model):
+        with _paths(model), Indexing():
             return torch.func.functional_call(model, held, given)  # type: ignore[no-any-return]
 
     try:
-        with torch.inference_mode(), fx.traceback.preserve_node_meta():
+        with torch.inference_mode(), mode, fx.traceback.preserve_node_meta():
             gm = make_fx(call, tracing_mode="real")([s for s, _ in sizes.values()], inputs)
     except Exception as error:
         raise TraceError(f"{type(model).__name__} cannot be captured: {why(error)}") from error

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from ...passes.subgraph import compute_fake
 from .trace import Traced
 
 _ATEN = torch.ops.aten
@@ -131,7 +132,24 @@ def _slice(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
 
 
 def _embedding(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
-    return graph.call_function(F.embedding, (args[1], args[0]))
+    """The op, which clamps what ``F.embedding`` refuses, for the ids of one row."""
+    weight, ids = args[:2]
+    given: Tensor = node.args[1].meta["val"]  # type: ignore[union-attr]
+    if given.dim() > 2 or (given.dim() == 2 and str(given.shape[0]) != "1"):
+        return graph.call_function(F.embedding, (ids, weight))
+
+    def then(name: str, *how: Any) -> Callable[[fx.Node], fx.Node]:
+        return lambda source: graph.call_method(name, (source, *how))
+
+    def rows(ids: fx.Node) -> fx.Node:
+        return graph.call_function(torch.ops.fw.embedding.default, (ids, weight))
+
+    steps = [then("squeeze", 0)] if given.dim() == 2 else []
+    steps += [then("to", torch.int32)] if given.dtype != torch.int32 else []
+    for step in [*steps, rows]:
+        ids = step(ids)
+        ids.meta["example_value"] = compute_fake(ids)
+    return graph.call_method("unsqueeze", (ids, 0)) if given.dim() == 2 else ids
 
 
 def _size(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
