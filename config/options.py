@@ -32,10 +32,13 @@ class EngineOptions:
     """
 
     model: str = _option(
-        "abacus", "model", "Hugging Face folder; bundled are abacus and abacus-moe"
+        "abacus",
+        "model",
+        "Hugging Face folder, ORG/NAME[@revision] on the Hub (downloaded once), or a bundled one: "
+        "abacus, abacus-moe",
     )
     tokenizer: str | None = _option(
-        None, "model", "folder of tokenizer.json; the model's own if unset"
+        None, "model", "folder or Hub name of tokenizer.json; the model's own if unset"
     )
     generation_config: str = _option(
         "auto",
