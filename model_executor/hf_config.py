@@ -46,7 +46,7 @@ def read_spec(folder: Path | str) -> ModelSpec:
     names = checkpoint_names(ARCHITECTURES[name].weights, spec.num_layers, spec.num_experts)
     quant = read_quantization(config, names, spec.num_layers)
     _check_blocks(path, spec, quant)
-    if config.has("auto_map"):
+    if config.values.get("auto_map"):
         note = f"auto_map names custom code, which is never run: {name} is the built-in one"
         spec = replace(spec, notes=(*spec.notes, note))
     dtype_stated = config.has("dtype") or config.has("torch_dtype")
@@ -87,7 +87,7 @@ def _architecture(config: HfConfig) -> str:
         if name in ARCHITECTURES:
             return str(name)
     why = f" ({REFUSED[names[0]]})" if names[0] in REFUSED else ""
-    if config.has("auto_map"):
+    if config.values.get("auto_map"):
         raise UserError(
             f"{config.path}: architecture {names[0]!r} is custom code (auto_map), which is never "
             f"run; choose a model whose architecture is built in: {supported}"

@@ -202,6 +202,19 @@ def test_without_a_network_the_line_says_which_cache_lacks_it(hub: FakeHub, home
     assert (kind, "ConnectError" in message) == ("MachineError", True), "the weights lack"
 
 
+def test_custom_code_is_refused_in_folders_too_and_named_where_it_is_not_needed(
+    tmp_path: Path,
+) -> None:
+    for name in FILES:
+        (tmp_path / name).write_bytes(FILES[name])
+    (tmp_path / "config.json").write_bytes(config_with(auto_map=CUSTOM))
+    (note,) = read_spec(tmp_path).notes
+    assert note.endswith("which is never run: LlamaForCausalLM is the built-in one")
+    (tmp_path / "config.json").write_bytes(config_with(architectures=["X"], auto_map=CUSTOM))
+    with pytest.raises(UserError, match=r"architecture 'X' is custom code \(auto_map\)"):
+        read_spec(tmp_path)
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_disk_that_fills_up_is_named(number: int) -> None:
     with (
