@@ -10,6 +10,7 @@ from ..config import ModelLimits, UserError
 from ..config.weight_format import StoredFormat
 from .abacus import BUNDLED
 from .checkpoint_facts import fit_to_checkpoint
+from .gguf_folder import converted, gguf_file
 from .hf_json import HfConfig, read_json
 from .hub import hub_name, small_files, weight_files
 from .models import ARCHITECTURES, REFUSED
@@ -97,21 +98,24 @@ def _architecture(config: HfConfig) -> str:
 
 def model_folder(model: str, *, weights: bool = False) -> Path:
     """The folder of ``model``: a path, the name of a bundled one, or ``ORG/NAME[@revision]`` on the
-    Hub, of which what is not in the Hub's cache is downloaded.
+    Hub, of which what is not in the Hub's cache is downloaded.  A GGUF file, or a folder of one, is
+    converted into a folder, once.
 
     Args:
         model: a path wins over a name.
         weights: of a model on the Hub, its weights shall be there too.
 
     Raises:
-        UserError: a model on the Hub cannot be had, or is not one that ``read_spec`` takes.
+        UserError: a model on the Hub cannot be had, or it or a GGUF file is not one that
+            ``read_spec`` takes.
         MachineError: the network, the Hub or the disk fails.
     """
     if model in BUNDLED and not Path(model).is_dir():
         return BUNDLED[model]
     hub = hub_name(model)
     if hub is None:
-        return Path(model)
+        file = gguf_file(model)
+        return Path(model) if file is None else converted(file, read_spec)
     folder = small_files(hub)
     if weights:
         read_spec(folder)  # refused before gigabytes are downloaded
