@@ -23,7 +23,7 @@ from .checkpoint import INDEX, SINGLE
 
 _FOLDER = "gguf"
 _PACKAGES = ("gguf", "transformers")
-_OUTSIDE_LAYERS = ("token_embd.weight", "output.weight", "output_norm.weight")
+_INSTEAD = "use the model's safetensors"
 
 
 def gguf_file(model: str) -> Path | None:
@@ -96,11 +96,15 @@ def _unwritable(folder: Path, error: OSError) -> MachineError:
 
 
 def _convert(file: Path, folder: Path, check: Callable[[Path], object]) -> None:
-    _refuse_what_is_not_read(file)
+    names = _tensor_names(file)
     import torch
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+    from transformers.modeling_gguf_pytorch_utils import (
+        TensorProcessor,
+        get_gguf_hf_weights_map,
+        load_gguf_checkpoint,
+    )
 
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     config = _read(file, lambda: AutoConfig.from_pretrained(**where))
@@ -117,33 +121,43 @@ def _convert(file: Path, folder: Path, check: Callable[[Path], object]) -> None:
         ),
     )
     tensors = {name: tensor.contiguous() for name, tensor in loaded["tensors"].items()}
+    if len(tensors) != len(names):
+        taken = _read(file, lambda: get_gguf_hf_weights_map(model, TensorProcessor()))
+        other = next(name for name in names if name not in taken)
+        raise UserError(f"{file}: nothing takes its tensor {other}; {_INSTEAD}")
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     if config.tie_word_embeddings:
         shapes.pop("lm_head.weight", None)
     for name in shapes.keys() | tensors.keys():
         if name not in tensors or tuple(tensors[name].shape) != shapes.get(name):
             has = tuple(tensors[name].shape) if name in tensors else "nothing"
-            raise UserError(f"{file}: {name} is {has}, expected {shapes.get(name, 'nothing')}")
+            raise UserError(
+                f"{file}: {name} is {has}, expected {shapes.get(name, 'nothing')}; {_INSTEAD}"
+            )
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
 
 
-def _refuse_what_is_not_read(file: Path) -> None:
-    """Refuse what ``transformers`` skips without a word."""
+def _tensor_names(file: Path) -> tuple[str, ...]:
+    """The names in a file, unless it has what ``transformers`` skips without a word.
+
+    Raises:
+        UserError: it has, or cannot be read.
+    """
     from transformers.integrations.gguf import read_gguf_metadata
 
     fields, names = _read(file, lambda: read_gguf_metadata(str(file)))
     kind = fields.get("general.architecture", "")
     scaling = fields.get(f"{kind}.rope.scaling.type", "none")
-    reason = ""
     if scaling != "none":
-        reason = f"{kind}.rope.scaling.type is {scaling!r}, which is not read from GGUF"
-    if not reason and (experts := [name for name in names if "_exps." in name]):
-        reason = f"{experts[0]} is of experts, which are not read from GGUF"
-    others = [n for n in names if not n.startswith("blk.") and n not in _OUTSIDE_LAYERS]
-    if not reason and others:
-        reason = f"nothing takes its tensor {others[0]}"
-    if reason:
-        raise UserError(f"{file}: {reason}; use the model's safetensors")
+        raise UserError(
+            f"{file}: {kind}.rope.scaling.type is {scaling!r}, which is not read from GGUF; "
+            f"{_INSTEAD}"
+        )
+    if experts := [name for name in names if "_exps." in name]:
+        raise UserError(
+            f"{file}: {experts[0]} is of experts, which are not read from GGUF; {_INSTEAD}"
+        )
+    return tuple(names)
 
 
 def _read(file: Path, read: Callable[[], Any]) -> Any:
@@ -151,10 +165,7 @@ def _read(file: Path, read: Callable[[], Any]) -> Any:
     try:
         return read()
     except Exception as error:
-        if isinstance(error, OSError) and error.errno:
-            raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"{file}: cannot be read as GGUF: {reason}; download it again, or use the model's "
-            "safetensors"
+            f"{file}: cannot be read as GGUF: {reason}; download it again, or {_INSTEAD}"
         ) from error
