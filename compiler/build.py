@@ -19,6 +19,7 @@ from ..ops.core.device_table import gpu_of
 from ..passes import (
     RAISE,
     PassReport,
+    Rule,
     Subgraph,
     build_passes,
     check_references,
@@ -99,7 +100,7 @@ def lower_model(
     with timer.phase("passes"):
         reports = run_passes(
             traced.gm,
-            [*(RAISE if source.why else ()), *build_passes(config.passes)],
+            _passes(source, config),
             verify=config.verify,
             on_pass=lambda name, gm: record.graph(f"after {name}", traced),
         )
@@ -127,6 +128,17 @@ def lower_model(
     record.graph("lowered", traced)
     measured = tuner.measured if tuner else {}
     return Lowered(traced, regions, plan, pieces, reports, choices, measured, graph, weights)
+
+
+def rewritten(source: Source, config: CompileConfig) -> Traced:
+    """A model's graph behind the passes of a level, before kernels are chosen."""
+    traced = _trace(source)
+    run_passes(traced.gm, _passes(source, config))
+    return traced
+
+
+def _passes(source: Source, config: CompileConfig) -> list[Rule]:
+    return [*(RAISE if source.why else ()), *build_passes(config.passes)]
 
 
 def _trace(source: Source) -> Traced:

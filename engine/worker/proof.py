@@ -6,7 +6,6 @@ the kernels of a GPU compute is what tests of their ops hold.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Mapping
@@ -19,14 +18,13 @@ from torch import Tensor, fx
 from ...compiler.build import rewritten
 from ...compiler.capture.source import WEIGHTS, Source
 from ...compiler.capture.trace import Traced
-from ...config import ResolvedConfig
+from ...config import TOKEN_IDS, ResolvedConfig, block_table_of, slot_mapping_of
 from ...model_executor.attention import AttentionInputs
-from ...model_executor.captured.facts import CapturedFacts
 from ...model_executor.captured.library import config_of
 from ...model_executor.captured.read import why
 from ...model_executor.captured.twin import Step, compare, make_twin
 from ...model_executor.spec import ModelSpec
-from .example import example, kv_cache_name
+from .source import example, kv_cache_name
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +58,7 @@ def prove(spec: ModelSpec, config: ResolvedConfig) -> Mapping[str, Any]:
 def _rewritten_step(spec: ModelSpec, model: torch.nn.Module, config: ResolvedConfig) -> Step:
     """The twin's step as a graph that the level's passes rewrote."""
     inputs = example(spec, 8, torch.device("cpu"))
-    traced, _ = rewritten(Source(model, inputs, why=why), config.compile)
+    traced = rewritten(Source(model, inputs, why=why), config.compile)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     weights = {WEIGHTS + name: tensor for name, tensor in tensors.items()}
     return partial(_interpret, traced, weights)
@@ -74,7 +72,16 @@ def _interpret(
     attention: AttentionInputs,
     kv_caches: list[Tensor],
 ) -> Tensor:
-    values = {**weights, **step_values(ids, positions, attention)}
+    values = {
+        **weights,
+        TOKEN_IDS: ids,
+        "positions": positions,
+        "seq_lens": attention.seq_lens,
+        "query_start_loc": attention.query_start_loc,
+    }
+    for number, cache in enumerate(attention.groups):
+        values[slot_mapping_of(number)] = cache.slot_mapping
+        values[block_table_of(number)] = cache.block_table
     values |= {kv_cache_name(layer): cache for layer, cache in enumerate(kv_caches)}
     given = [
         values[source.name] if source.dim is None else values[source.name].shape[source.dim]

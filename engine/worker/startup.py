@@ -46,14 +46,17 @@ _CPU_CACHE_BYTES = 2**30
 
 
 def read_model(
-    options: EngineOptions, hardware: Hardware
+    options: EngineOptions, hardware: Hardware, *, weights: bool = False
 ) -> tuple[Path, ModelSpec, ResolvedConfig]:
     """Read the model's folder; returns it, the spec as it will run, and the resolved configuration.
+
+    Args:
+        weights: they will be loaded, if the options do not say otherwise.
 
     Raises:
         UserError: the folder or an option is bad.
     """
-    folder = model_folder(options.model)
+    folder = model_folder(options.model, weights=weights and options.load_format != "dummy")
     spec = read_spec(folder)
     config = resolve(options, hardware, model_limits(spec))
     parallel = config.parallel

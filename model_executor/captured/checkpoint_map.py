@@ -115,35 +115,40 @@ def moves_of(model: Any, found: Mapping[str, TensorInfo], skip: Skip = _none) ->
     return in_file_order(moves)
 
 
-def untie(model: Any, found: Mapping[str, TensorInfo], skip: Skip = _none) -> tuple[str, ...]:
+def untie(model: Any, found: Mapping[str, TensorInfo], skip: Skip = _none) -> dict[str, str]:
     """Give tied parameters of which the checkpoint has several different ones a parameter each, as
     the library does behind a load.
 
     Returns:
-        A note for each.
+        Their names, with a note for each.
 
     Raises:
         UserError: as ``moves_of``.
     """
     if not model.all_tied_weights_keys:
-        return ()
+        return {}
     results = _plan(model, found, skip).results()
-    notes, headers = [], dict[Path, dict[str, RawTensor]]()
+    notes, headers = dict[str, str](), dict[Path, dict[str, RawTensor]]()
     for name, home in list(model.all_tied_weights_keys.items()):
         if name not in results or home not in results:
             continue
         raw = [_raw(results[key][1], headers) for key in (name, home)]
         if raw[0] and raw[1] and equal_bits(raw[0], raw[1]):
             continue
-        parent, _, kind = name.rpartition(".")
-        own = nn.Parameter(torch.empty_like(model.get_parameter(name)), requires_grad=False)
-        setattr(model.get_submodule(parent), kind, own)
-        del model.all_tied_weights_keys[name]
-        notes.append(
+        separate(model, name)
+        notes[name] = (
             f"config.json ties {name} to {home}, but the checkpoint has another tensor for each: "
             "both are used, as by transformers 5; set tie_word_embeddings to false in config.json"
         )
-    return tuple(notes)
+    return notes
+
+
+def separate(model: Any, name: str) -> None:
+    """Give a parameter that is tied to another one a tensor of its own."""
+    parent, _, kind = name.rpartition(".")
+    own = nn.Parameter(torch.empty_like(model.get_parameter(name)), requires_grad=False)
+    setattr(model.get_submodule(parent), kind, own)
+    del model.all_tied_weights_keys[name]
 
 
 def dtypes_of(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:

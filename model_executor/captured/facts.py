@@ -38,10 +38,13 @@ class CapturedFacts:
         config: the library's configuration, as JSON with sorted keys.
         library: name and version of the library, whose code the model is.
         attention: of every call of the attention interface, in the order of the calls.
+        untied: names of parameters that the configuration ties to others, and the checkpoint does
+            not.
         siblings: names of linear layers that are merged, a group each.
     """
 
     config: str
     library: str
     attention: tuple[AttentionFacts, ...] = ()
+    untied: tuple[str, ...] = ()
     siblings: tuple[tuple[str, ...], ...] = ()

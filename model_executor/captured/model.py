@@ -31,14 +31,14 @@ class CapturedModel(nn.Module):
         assert spec.captured is not None
         self.spec = spec
         self.facts: CapturedFacts = spec.captured
-        self.library = build(self.facts.config, spec.dtype)
+        self.library = build(self.facts, spec.dtype)
         replace_linears(self.library, self.facts.siblings)
-        self.head = self.library.get_output_embeddings()  # type: ignore[operator]
 
     def gathered(self) -> list[Tensor]:
         """The tensors of which a step reads a few rows alone."""
         embedding = self.library.get_input_embeddings().weight  # type: ignore[operator]
-        return [] if embedding is self.head.weight else [embedding]
+        head = self.library.get_output_embeddings()  # type: ignore[operator]
+        return [] if embedding is head.weight else [embedding]
 
     def forward(
         self,

@@ -13,6 +13,8 @@ from ...config import UserError
 from ...config.rope import RopeParameters
 from ..hf_json import HfConfig
 from ..spec import ModelSpec
+from ..checkpoint import read_headers
+from .checkpoint_map import untie
 from .facts import CapturedFacts
 from .interfaces import Recorder, Refused
 from .library import build, canonical, first_line, read_config, version
@@ -32,22 +34,23 @@ def captured_spec(config: HfConfig, architecture: str) -> ModelSpec:
             what, and where.
     """
     path, values = config.path, config.values
-    if values.get("auto_map"):
-        raise UserError(
-            f"{path}: {architecture!r} comes with code of its own (auto_map), which is not run; "
-            "use a model that transformers has itself"
-        )
     read = read_config(path, values, architecture)
-    return spec_of(read, str(path), architecture)
+    return spec_of(read, str(path), architecture, path.parent)
 
 
-def spec_of(read: Any, what: str, architecture: str) -> ModelSpec:
-    """The spec of a configuration of the library; errors are those of ``captured_spec``."""
+def spec_of(read: Any, what: str, architecture: str, folder: Path | None = None) -> ModelSpec:
+    """The spec of a configuration of the library; errors are those of ``captured_spec``.
+
+    Args:
+        folder: where the checkpoint is, if there is one, which may have tied weights apart.
+    """
     what = f"{what}: {architecture!r}"
     dtype_name = _dtype_name(read)
     text = canonical(read)
-    model = build(text, _DTYPES[dtype_name])
-    facts, vocab_size = probe(model, CapturedFacts(text, version()), what)
+    facts = CapturedFacts(text, version())
+    model = build(facts, _DTYPES[dtype_name])
+    notes = {} if folder is None else _untied(model, folder)
+    facts, vocab_size = probe(model, replace(facts, untied=tuple(notes)), what)
     calls = facts.attention
     if getattr(model.config, "is_encoder_decoder", False):
         raise UserError(f"{what} has an encoder and a decoder, expected a decoder alone")
@@ -74,6 +77,7 @@ def spec_of(read: Any, what: str, architecture: str) -> ModelSpec:
         sliding_windows=tuple(call.reach for call in calls),
         dtype_name=dtype_name,
         captured=facts,
+        notes=tuple(notes.values()),
     )
 
 
@@ -143,6 +147,16 @@ def why(error: BaseException) -> str:
             place = f" ({file.name}, line {frame.tb_lineno})"
         frame = frame.tb_next
     return f"{first_line(error)}{place}"
+
+
+def _untied(model: nn.Module, folder: Path) -> dict[str, str]:
+    """``untie`` by a folder's checkpoint.  Without a readable one nothing is apart: the loader
+    refuses that, if weights are read at all."""
+    try:
+        found = read_headers(folder)
+    except UserError:
+        return {}
+    return untie(model, found)
 
 
 def _dtype_name(config: Any) -> str:
