@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from itertools import pairwise
 from typing import Any
 
@@ -103,6 +104,8 @@ def on_meta(config: Any) -> nn.Module:
     """The causal language model of a configuration, without memory for its weights."""
     from transformers import AutoModelForCausalLM
 
+    library: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        # A copy: models may write into their configuration.
+        model: nn.Module = library.from_config(deepcopy(config), attn_implementation="eager")
     return model

@@ -194,7 +194,7 @@ class _Scaling:
             return 0.0
         if _SOFT_CAP.search(name) and value > 0:
             return min(value, SOFT_CAP)
-        if _CLAMP.search(name) and value > 0:
+        if _CLAMP.search(name) and 0 < value < math.inf:
             return min(value, CLAMP)
         head_dim = self.sizes.head_dim
         for power in (-1, -0.5):
