@@ -171,6 +171,15 @@ def test_kinds_of_layers_that_no_short_prefix_has_are_kept() -> None:
         )
 
 
+def test_kinds_by_the_number_of_a_layer_are_kept_however_late() -> None:
+    """Layer 12 of every 16 attends: no field lists the layers, so no layer before it can go."""
+    config = CONFIG_MAPPING["jamba"](attn_layer_period=16, attn_layer_offset=12)
+    twin = shrunk(config)
+    assert twin.num_hidden_layers == 13
+    kinds = {type(layer).__name__ for layer in built(twin).model.layers}
+    assert len(kinds) == 2
+
+
 def test_fields_of_single_layers_are_shrunk() -> None:
     """Layers that slide have other heads and ranks than those which choose their keys."""
     model = built(shrunk(default_config("dots3_note_text")))
@@ -212,7 +221,8 @@ def test_what_held_of_sizes_still_holds(model_type: str, product: str) -> None:
 
 def test_layers_that_share_weights_are_two() -> None:
     twin = shrunk(default_config("zamba"))
-    assert twin.layers_block_type.count("hybrid") >= 2
+    assert twin.layers_block_type.count("hybrid") == 2
+    assert twin.num_hidden_layers == 8
     built(twin)
 
 
