@@ -41,7 +41,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from fusewright.model_executor.captured.default_configs import default_config
 from fusewright.model_executor.captured.shrink import (
     depths_of,
-    per_layer_lists,
+    fields_of,
     randomize,
     shrunk,
 )
@@ -50,6 +50,7 @@ LENGTHS = (1, 7, 16, 33, 40)
 PROMPT_TOKENS, NEW_TOKENS = 9, 8
 FIRST_TOKEN, LAST_TOKEN = 5, 100  # none of them special in a twin
 PROBE = "model_sweep"
+PLAIN_CACHES = {"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"}
 RECURRENT = re.compile("linear|recurrent|conv|mamba|hybrid")
 
 
@@ -70,13 +71,16 @@ class Finding:
     generate_error: str = ""
     """Why ``generate`` fails, or that its tokens are not those of whole forwards."""
     attention: str = ""
-    """"interface", "own", or "mixed": some layers of attention go through the interface."""
+    """"interface", "own", or "mixed": fewer calls of the interface than layers."""
+    attention_calls: int = 0
     attention_arguments: list[str] = field(default_factory=list)
     masks: list[str] = field(default_factory=list)
     cache_layers: list[str] = field(default_factory=list)
     experts: str = ""
     """"interface", "own", or "" without experts."""
     position_ids: bool = False
+    positions_from_zero: bool = False
+    """Whether a forward without position_ids has those that ``generate`` hands it."""
     encoder_decoder: bool = False
     cross_attention: bool = False
     multimodal: bool = False
@@ -91,7 +95,9 @@ class Finding:
         if self.recurrent:
             return "recurrent layers"
         if self.attention != "interface":
-            return "attention not through the interface"
+            return f"attention: {self.attention}"
+        if set(self.cache_layers) - PLAIN_CACHES or "indices" in self.attention_arguments:
+            return "attention to chosen or compressed keys"
         if self.experts == "own":
             return "experts not through the interface"
         if not self.position_ids:
@@ -103,19 +109,22 @@ class Probe:
     """Records what a model hands to the attention and mask interfaces."""
 
     def __init__(self) -> None:
-        self.modules: set[int] = set()
+        self.calls = 0
         self.arguments: set[str] = set()
         self.masks: set[str] = set()
 
-    def attention(self, module: nn.Module, *qkv_mask: Any, **options: Any) -> Any:
-        self.modules.add(id(module))
+    def attention(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any = None,
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        self.calls += 1
         for name, value in options.items():
             if isinstance(value, Tensor) or (
                 value is not None and value is not False and value != 0
             ):
                 self.arguments.add(name)
         known = {name: options[name] for name in ("scaling", "is_causal") if name in options}
-        return sdpa_attention_forward(module, *qkv_mask, **known)
+        return sdpa_attention_forward(module, q, k, v, attention_mask, **known)
 
     def mask(self, *args: Any, **options: Any) -> Any:
         """The mask, after a look at which of the library's functions asks for it."""
@@ -160,7 +169,8 @@ def examine(model_type: str, seed: int = 0) -> Finding:
             if not bool(out.logits.isfinite().all()):
                 raise ValueError(f"logits of {length} tokens are not finite")
         finding.logits_std = round(float(out.logits.std()), 4)
-        describe_cache(finding, model, twin)
+        describe_positions(finding, model, out.logits, seed)
+        describe_cache(finding, model)
         finding.stage, finding.works = "", True
         try_generate(finding, model, seed)
         probe_interfaces(finding, model, seed)
@@ -178,15 +188,27 @@ def first_line(error: Exception) -> str:
 
 
 @torch.no_grad()
-def forward(model: Any, input_ids: Tensor, use_cache: bool = False) -> Any:
-    return model(input_ids=input_ids, use_cache=use_cache)
+def forward(model: Any, input_ids: Tensor, use_cache: bool = False, **options: Any) -> Any:
+    return model(input_ids=input_ids, use_cache=use_cache, **options)
+
+
+def positions(finding: Finding, input_ids: Tensor) -> dict[str, Tensor]:
+    """The positions that ``generate`` hands to a forward which takes them."""
+    return {"position_ids": torch.arange(input_ids.shape[1])[None]} if finding.position_ids else {}
+
+
+def describe_positions(finding: Finding, model: Any, logits: Tensor, seed: int) -> None:
+    ids = tokens(LENGTHS[-1], seed)
+    given = forward(model, ids, **positions(finding, ids)).logits
+    finding.positions_from_zero = torch.allclose(given, logits, atol=1e-4)
 
 
 def describe_config(finding: Finding, config: Any) -> None:
     finding.encoder_decoder = bool(config.is_encoder_decoder)
     finding.multimodal = config.get_text_config(decoder=True) is not config
-    lists = per_layer_lists(config).values()
-    kinds = {str(kind) for entries in lists for entry in entries for kind in entry}
+    text = fields_of(config.get_text_config(decoder=True))
+    lists = [value for value in text.values() if isinstance(value, (list, tuple))]
+    kinds = {kind for entries in lists for kind in entries if isinstance(kind, str)}
     finding.recurrent = any(RECURRENT.search(kind) for kind in kinds)
 
 
@@ -203,7 +225,7 @@ def describe_model(finding: Finding, model: Any) -> None:
     finding.experts = "interface" if by_interface else "own" if experts else ""
 
 
-def describe_cache(finding: Finding, model: Any, twin: Any) -> None:
+def describe_cache(finding: Finding, model: Any) -> None:
     """What the model keeps between two steps: the classes of its cache's layers."""
     try:
         out = forward(model, tokens(LENGTHS[1], 0), use_cache=True)
@@ -211,6 +233,7 @@ def describe_cache(finding: Finding, model: Any, twin: Any) -> None:
         finding.cache_layers = [f"fails: {first_line(error)}"]
         return
     cache = out.get("past_key_values")
+    cache = getattr(cache, "self_attention_cache", cache)
     layers = getattr(cache, "layers", [] if cache is None else [cache])
     state = [key for key in ("cache_params", "state", "rnn_state") if out.get(key) is not None]
     finding.cache_layers = sorted({type(layer).__name__ for layer in layers} | {*state})
@@ -224,7 +247,9 @@ def try_generate(finding: Finding, model: Any, seed: int) -> None:
     try:
         ids = model.generate(prompt, attention_mask=torch.ones_like(prompt), **limits)
         finding.generates = True
-        greedy = allowed(model, forward(model, ids).logits[:, PROMPT_TOKENS - 1 : -1]).argmax(-1)
+        greedy = allowed(
+            model, forward(model, ids, **positions(finding, ids)).logits[:, PROMPT_TOKENS - 1 : -1]
+        ).argmax(-1)
         differ = int((greedy != ids[:, PROMPT_TOKENS:]).sum())
         if differ:
             finding.generate_error = f"{differ} of {NEW_TOKENS} tokens differ from a whole forward"
@@ -250,8 +275,9 @@ def probe_interfaces(finding: Finding, model: Any, seed: int) -> None:
         forward(model, tokens(LENGTHS[1], seed))
     except Exception as error:
         finding.error = f"through the interface: {type(error).__name__}: {first_line(error)}"
-    if probe.modules:
-        finding.attention = "interface"
+    finding.attention_calls = probe.calls
+    if probe.calls:
+        finding.attention = "interface" if probe.calls >= finding.layers else "mixed"
     finding.attention_arguments, finding.masks = sorted(probe.arguments), sorted(probe.masks)
 
 

@@ -1,5 +1,5 @@
 """Configurations of model types without a folder: the library's defaults, completed where they
-leave out what a model of that type cannot be built or run without.
+leave out what a model of that type is built and run with.
 
 What is served never comes from here: a folder has its own configuration.
 """
@@ -18,6 +18,13 @@ _INDEXER = {
     "rope_parameters": {"partial_rotary_factor": 0.25} | _MROPE,
 }
 _ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
+_ONE_FULL_IN_FOUR = ["full_attention"] + ["sliding_attention"] * 3
+_MULTIPLIERS = {
+    "attention_multiplier": 0.0078125,
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 8.0,
+    "residual_multiplier": 0.22,
+}
 _EVERY_FOURTH = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
 
 COMPLETIONS: dict[str, dict[str, Any]] = {
@@ -30,15 +37,25 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
-    "granitemoehybrid": {"layer_types": _EVERY_FOURTH * 8},
+    "granite": _MULTIPLIERS,
+    "granite_swa": _MULTIPLIERS,
+    "granitemoe": _MULTIPLIERS,
+    "granitemoe_swa": _MULTIPLIERS,
+    "granitemoehybrid": {"layer_types": _EVERY_FOURTH * 8} | _MULTIPLIERS,
+    "granitemoeshared": _MULTIPLIERS,
+    "laguna": {"layer_types": _ONE_FULL_IN_FOUR * 10},
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "mellum": {"layer_types": _ONE_FULL_IN_FOUR * 7},
+    "minimax_m3_vl_text": {"layer_types": ["full_attention"] * 3 + ["minimax_m3_sparse"] * 57},
     "qwen3_5": {"text_config": {"rope_parameters": _MROPE}},
     "qwen3_5_text": {"rope_parameters": _MROPE},
     "qwen4_exp": {"text_config": _INDEXER},
     "qwen4_exp_text": _INDEXER,
     "xmod": {"default_language": "en_XX"},
 }
-"""Model type -> values of fields that its class leaves out and that its checkpoints have."""
+"""Model type -> values of fields that its class leaves out, or that its defaults make do nothing,
+as checkpoints have them."""
 
 
 def default_config(model_type: str) -> Any:

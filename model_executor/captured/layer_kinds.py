@@ -7,7 +7,8 @@ if every list of the configuration with an entry a layer says the same of both.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from itertools import pairwise
 from typing import Any
 
@@ -41,26 +42,37 @@ def lists_layers(name: str, value: Any, depth: int) -> bool:
     return ascending and bool(_INDICES.search(name)) and all(0 <= item < depth for item in value)
 
 
-def distinct_layers(
-    model: nn.Module, per_layer: Mapping[int, Iterable[Sequence[Any]]], times: int = 1
-) -> Chosen:
-    """The layers to keep of each stack, so that each kind is there ``times`` times if it can be.
+def kinds_of_layers(
+    model: nn.Module, per_layer: Mapping[int, Iterable[Sequence[Any]]]
+) -> dict[int, list[str]]:
+    """Depth of a stack -> the kind of each of its layers.
 
     ``per_layer``: depth -> the lists of the configuration with an entry for each of its layers.
     """
-    chosen = {}
+    kinds = {}
     for depth, lists in per_layer.items():
         if facts := [*_structures(model, depth), *lists]:
-            chosen[depth] = _choose([repr(kind) for kind in zip(*facts, strict=True)], times)
-    return chosen
+            kinds[depth] = [repr(kind) for kind in zip(*facts, strict=True)]
+    return kinds
 
 
-def _choose(kinds: Sequence[Hashable], times: int) -> Sequence[int]:
+def few_layers(kinds: Mapping[int, Sequence[str]]) -> Iterator[Chosen]:
+    """Choices of layers to keep of each stack, the fewest first.
+
+    The first has each kind.  The next has each twice, for weights that layers share.  The last is a
+    prefix, however long, for configurations that give a layer its kind by its number.
+    """
+    yield {depth: _choose(of_layers, 1, MOST) for depth, of_layers in kinds.items()}
+    yield {depth: _choose(of_layers, 2, 2 * MOST) for depth, of_layers in kinds.items()}
+    yield {depth: _choose(of_layers, 1, depth) for depth, of_layers in kinds.items()}
+
+
+def _choose(kinds: Sequence[str], times: int, longest_prefix: int) -> Sequence[int]:
     if len(kinds) <= FEW:
         return range(len(kinds))
     needed = [index for index, kind in enumerate(kinds) if kinds[:index].count(kind) < times]
     prefix = max(LEAST, max(needed) + 1)
-    return range(prefix) if prefix <= MOST * times else sorted({*range(LEAST), *needed})
+    return range(prefix) if prefix <= longest_prefix else sorted({*range(LEAST), *needed})
 
 
 def _structures(model: nn.Module, depth: int) -> list[list[Hashable]]:
@@ -80,11 +92,12 @@ def _structure(stack: nn.ModuleList) -> list[Hashable]:
 
 
 def _kinds_of(column: list[Hashable]) -> list[Hashable]:
-    """A fact of every layer. One that differs wherever it is present is the number of the layer, or
+    """A fact of every layer. A number that differs wherever it is present is that of the layer, or
     follows from it: that makes no kind."""
-    present = [value for value in column if value is not _ABSENT]
-    if len(present) > 2 and len({*present}) == len(present):
-        return [value if value is _ABSENT else "numbered" for value in column]
+    numbers = {index: v for index, v in enumerate(column) if type(v) in (int, float)}
+    differ = len(numbers) > 2 and len({*numbers.values()}) == len(numbers)
+    if differ or (len(numbers) > 1 and all(index == v for index, v in numbers.items())):
+        return ["numbered" if index in numbers else v for index, v in enumerate(column)]
     return column
 
 
@@ -103,6 +116,8 @@ def on_meta(config: Any) -> nn.Module:
     """The causal language model of a configuration, without memory for its weights."""
     from transformers import AutoModelForCausalLM
 
+    library: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        # A copy: models may write into their configuration.
+        model: nn.Module = library.from_config(deepcopy(config), attn_implementation="eager")
     return model

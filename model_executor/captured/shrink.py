@@ -16,7 +16,8 @@ from typing import Any
 from fusewright.model_executor.captured.layer_kinds import (
     Chosen,
     counts_layers,
-    distinct_layers,
+    few_layers,
+    kinds_of_layers,
     lists_layers,
     on_meta,
 )
@@ -35,8 +36,6 @@ from fusewright.model_executor.captured.sizes import (
 
 __all__ = ["randomize", "shrunk"]
 
-MOST_TIMES = 3
-"""How often a twin may keep each kind: weights that layers share need a second layer."""
 _LEFT_OUT = {"transformers_version", "architectures", "quantization_config", "id2label", "label2id"}
 _PER_LAYER, _ORIGINAL = "per_layer_config", "original_max_position_embeddings"
 _BY_FREQUENCY = ("yarn", "llama3")
@@ -54,14 +53,16 @@ def shrunk(config: Any) -> Any:
     too.  It is not changed.
     """
     whole = _scaled(config, {})
-    model, lists = on_meta(whole), per_layer_lists(whole)
-    for times in range(1, MOST_TIMES):
-        twin = _scaled(config, distinct_layers(model, lists, times))
+    kinds = kinds_of_layers(on_meta(whole), per_layer_lists(whole))
+    for chosen in few_layers(kinds):
+        twin = _scaled(config, chosen)
         try:
-            on_meta(twin)
-        except ValueError:
+            kept = kinds_of_layers(on_meta(twin), per_layer_lists(twin))
+        except ValueError:  # such as weights to share that only one layer has
             continue
-        return twin
+        depths = {depth: len(layers) for depth, layers in chosen.items()}
+        if all(len({*kept[depths[depth]]}) >= len({*kinds[depth]}) for depth in depths):
+            return twin
     return whole
 
 
@@ -194,7 +195,7 @@ class _Scaling:
             return 0.0
         if _SOFT_CAP.search(name) and value > 0:
             return min(value, SOFT_CAP)
-        if _CLAMP.search(name) and value > 0:
+        if _CLAMP.search(name) and 0 < value < math.inf:
             return min(value, CLAMP)
         head_dim = self.sizes.head_dim
         for power in (-1, -0.5):

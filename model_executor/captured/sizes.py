@@ -29,8 +29,8 @@ _NAMES = {
     "token": r"token_(id|index)s?$|_tokens$|(unk|mask|pad|bos|eos)_index$",
     "vocab": r"vocab_size|vocab$",
     "rank": r"rank$",
-    "window": r"sliding_window|attention_window|^window_size|attention_chunk_size|chunk_length$"
-    r"|^local_attention|^(mamba_)?chunk_size$|index_topk$|keep_window|compress_rate|floor_scale"
+    "window": r"sliding_window(_size)?$|attention_window|^window_size|attention_chunk_size"
+    r"|chunk_length$|^local_attention|^(mamba_)?chunk_size$|index_topk$|keep_window|compress_rate|floor_scale"
     r"|_n_floor$|^(index_)?block_size$",
     "position": r"max_position|n_positions|n_ctx|max_seq_len|max_length$|model_max"
     r"|(source|target)_positions|^context_length|max_distance|rel_extent",
@@ -103,7 +103,7 @@ class Sizes:
     def head_dim(self) -> int:
         """The dimension of the heads of attention; that which hidden size and heads imply if no
         field says one."""
-        named = dict(self.by_kind["head_dim"])
+        named = dict(reversed(self.by_kind["head_dim"]))  # of single layers' fields, the first
         plain = next((named[name] for name in named if "_nope_" in name), named.get("head_dim"))
         named.pop("rotary_dim", None)
         implied = self.hidden // self.heads if self.hidden and self.heads else HEAD_DIM

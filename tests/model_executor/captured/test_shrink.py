@@ -171,9 +171,58 @@ def test_kinds_of_layers_that_no_short_prefix_has_are_kept() -> None:
         )
 
 
+def test_kinds_by_the_number_of_a_layer_are_kept_however_late() -> None:
+    """Layer 12 of every 16 attends: no field lists the layers, so no layer before it can go."""
+    config = CONFIG_MAPPING["jamba"](attn_layer_period=16, attn_layer_offset=12)
+    twin = shrunk(config)
+    assert twin.num_hidden_layers == 13
+    kinds = {type(layer).__name__ for layer in built(twin).model.layers}
+    assert len(kinds) == 2
+
+
+def test_fields_of_single_layers_are_shrunk() -> None:
+    """Layers that slide have other heads and ranks than those which choose their keys."""
+    model = built(shrunk(default_config("dots3_note_text")))
+    assert model.config.layer_types[-1] == "sliding_attention"
+    sizes = [model.config.per_layer_config[layer].qk_nope_head_dim for layer in range(3)]
+    assert sizes == [16, 16, 24]
+    assert sum(param.numel() for param in model.parameters()) < 3e6
+
+
+def test_special_tokens_stay_different() -> None:
+    twin = released_twin("llama-4-scout")
+    ids = [twin.bos_token_id, *twin.eos_token_id]
+    assert len({*ids}) == 4
+    assert max(ids) < twin.vocab_size
+    assert released_twin("gpt-oss-20b").pad_token_id not in (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "product"),
+    [
+        pytest.param("falcon_h1", "mamba_n_heads * mamba_d_head == mamba_d_ssm", id="falcon_h1"),
+        pytest.param("mamba2", "num_heads * head_dim == expand * hidden_size", id="mamba2"),
+        pytest.param(
+            "hrm_text", "num_hidden_layers == num_layers_per_stack * H_cycles * (L_cycles + 1)",
+            id="hrm_text",
+        ),
+        pytest.param("dots3_note", "vision_config.adapter_out_dim == text_config.hidden_size",
+            id="dots3_note"),
+        pytest.param("reformer", "sum(axial_pos_embds_dim) == hidden_size", id="reformer"),
+        pytest.param("gpt_neo", "attention_layers == attention_types[0][0] * attention_types[0][1]",
+            id="gpt_neo"),
+        pytest.param("bamba", "attn_layer_indices == [num_hidden_layers - 1]", id="bamba"),
+    ],
+)  # fmt: skip
+def test_what_held_of_sizes_still_holds(model_type: str, product: str) -> None:
+    twin = shrunk(default_config(model_type))
+    assert eval(product, {}, vars(twin))
+
+
 def test_layers_that_share_weights_are_two() -> None:
     twin = shrunk(default_config("zamba"))
-    assert twin.layers_block_type.count("hybrid") >= 2
+    assert twin.layers_block_type.count("hybrid") == 2
+    assert twin.num_hidden_layers == 8
     built(twin)
 
 
