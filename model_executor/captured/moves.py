@@ -17,6 +17,9 @@ from torch import Tensor
 
 from ..checkpoint import TensorInfo, open_checkpoint_file
 
+MOST_BYTES = 2**28
+"""Bytes of a slice that is read at once.  A tensor of all experts has several GB."""
+
 
 class Axis(NamedTuple):
     """One loop of a copy: each of its ``length`` rounds goes ``source_step`` further along one
@@ -136,10 +139,15 @@ def _rounds(move: Move, axis: Axis, rounds: range) -> Move:
 def permuted(move: Move, dims: Sequence[int]) -> Move:
     """The move to ``parameter.permute(dims)``."""
     place = {old: new for new, old in enumerate(dims)}
-    return move._replace(
-        dest_start=tuple(move.dest_start[dim] for dim in dims),
-        axes=tuple(axis._replace(dest_dim=place[axis.dest_dim]) for axis in move.axes),
-    )
+    axes = (axis._replace(dest_dim=place[axis.dest_dim]) for axis in move.axes)
+    start = tuple(move.dest_start[dim] for dim in dims)
+    return move._replace(dest_start=start, axes=_row_major(axes))
+
+
+def _row_major(axes: Iterable[Axis]) -> tuple[Axis, ...]:
+    """Axes in the order in which a whole parameter lies in memory, so that the part that they fill
+    is contiguous where it can be: copies between devices need no buffer for such a part."""
+    return tuple(sorted(axes, key=lambda axis: (axis.dest_dim, -axis.dest_step)))
 
 
 def unsqueezed(move: Move, dim: int) -> Move:
@@ -203,14 +211,14 @@ def _cut(
 
 
 def _joined(axes: Iterable[Axis]) -> tuple[Axis, ...]:
-    """The same loops with as few axes as possible, those of small steps first."""
+    """The same loops with as few axes as possible."""
     done: list[Axis] = []
     for axis in sorted(axes, key=lambda a: (a.dest_dim, a.dest_step)):
         if done and axis == _next(done[-1], axis.length):
             done[-1] = done[-1]._replace(length=done[-1].length * axis.length)
         else:
             done.append(axis)
-    return tuple(done)
+    return _row_major(done)
 
 
 def _next(axis: Axis, length: int) -> Axis:
@@ -230,12 +238,12 @@ def copy_moves(
     advance: Callable[[int], Any] = lambda count: None,
     filled: Callable[[Move, Tensor], None] = lambda move, part: None,
 ) -> None:
-    """Copy slices of tensors into parameters and cast them, with one slice in memory at a time.
+    """Copy slices of tensors into parameters and cast them, ``MOST_BYTES`` of them at a time.
 
     Args:
         moves: the files are opened in their order, see ``in_file_order``.
         tensors: by the names of the parameters; they may be views of others, with any strides.
-        advance: is told the bytes of each move, see ``Move.nbytes``.
+        advance: is told the bytes that were read, of each move at most ``Move.nbytes`` in all.
         filled: is told each move, and the part of the parameter that now holds it.
 
     Raises:
@@ -244,10 +252,26 @@ def copy_moves(
     for file, of_file in groupby(moves, key=lambda move: move.source.file):
         with open_checkpoint_file(file) as opened, torch.no_grad():
             for move in of_file:
-                index = move.read_index()
-                read = opened.get_slice(move.source.name)[index] if index else None
-                tensor = opened.get_tensor(move.source.name) if read is None else read
-                part = move.part_of(tensors[move.parameter])
-                part.copy_(move.part_read(tensor))
-                filled(move, part)
-                advance(move.nbytes)
+                parameter = tensors[move.parameter]
+                for piece in _pieces(move):
+                    piece.part_of(parameter).copy_(piece.part_read(_read(opened, piece)))
+                    advance(piece.nbytes)
+                filled(move, move.part_of(parameter))
+
+
+def _read(opened: Any, move: Move) -> Tensor:
+    """The slice of a move from its opened file."""
+    index, name = move.read_index(), move.source.name
+    tensor: Tensor = opened.get_slice(name)[index] if index else opened.get_tensor(name)
+    return tensor
+
+
+def _pieces(move: Move) -> Iterator[Move]:
+    """A move as several that read less each: rows of its tensor."""
+    if move.nbytes <= MOST_BYTES or not move.axes:
+        yield move
+        return
+    axis = min(move.axes, key=lambda axis: (axis.source_dim, -axis.source_step))
+    step = max(1, axis.length * MOST_BYTES // move.nbytes)
+    for first in range(0, axis.length, step):
+        yield _rounds(move, axis, range(first, min(first + step, axis.length)))

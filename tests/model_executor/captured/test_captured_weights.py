@@ -148,6 +148,25 @@ def test_ranks_read_their_parts(family: str, tmp_path: Path) -> None:
                 assert sum(copy.nbytes for copy in copies) == part.nbytes
 
 
+@pytest.mark.parametrize("family", ["Mixtral", "GptOss", "Jamba"])
+def test_large_tensors_are_read_in_pieces(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny(family)
+    model.save_pretrained(tmp_path)
+    meta = on_meta(model)
+    moves = moves_of(meta, read_headers(tmp_path))
+    total = sum(move.nbytes for move in moves)
+    monkeypatch.setattr("fusewright.model_executor.captured.moves.MOST_BYTES", 100)
+    empty = {n: torch.zeros_like(t, device="cpu") for n, t in meta.state_dict().items()}
+    pieces, told = list[int](), list[Move]()
+    copy_moves(moves, empty, pieces.append, lambda move, part: told.append(move))
+    assert_same(empty, model, meta.all_tied_weights_keys)
+    assert told == moves
+    assert sum(pieces) == total
+    assert len(pieces) > 4 * len(moves)
+
+
 def test_parameters_may_be_strided_parts_of_others(tmp_path: Path) -> None:
     model = tiny("Llama")
     model.save_pretrained(tmp_path)
