@@ -10,14 +10,14 @@ from ..config import ModelLimits, UserError
 from ..config.weight_format import StoredFormat
 from .abacus import BUNDLED
 from .checkpoint_facts import fit_to_checkpoint
-from .gguf_folder import converted, gguf_file
 from .hf_json import HfConfig, read_json
-from .hub import hub_name, small_files, weight_files
 from .models import ARCHITECTURES
 from .models.rope import why_no_longer
 from .models.weight_names import checkpoint_names
 from .quant.hf_quant import read_quantization
 from .quant.scheme import BLOCK, FORMATS, QuantScheme
+from .sources.gguf_folder import converted, gguf_file
+from .sources.hub import hub_name, small_files, weight_files
 from .spec import ModelSpec
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from ...config.cache_path import user_path
+from ...config.folders import user_path
 
 _BAKED = "/opt/fusewright/artifacts"
 

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from fusewright.config import EngineOptions, MachineError, UserError
 from fusewright.engine.frontend.check import check_start
 from fusewright.engine.frontend.tokenizer import Tokenizer
-from fusewright.model_executor import gguf_folder
 from fusewright.model_executor.hf_config import model_folder, read_spec
+from fusewright.model_executor.sources import gguf_folder
 
 gguf = pytest.importorskip("gguf")
 HIDDEN, INNER, HEADS, KV_HEADS, VOCAB = 64, 96, 4, 2, 40

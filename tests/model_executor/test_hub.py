@@ -17,7 +17,7 @@ import pytest
 from fusewright.config.errors import MachineError, UserError
 from fusewright.model_executor.abacus import FOLDER
 from fusewright.model_executor.hf_config import model_folder, read_spec, served_name
-from fusewright.model_executor.hub import HubName, _refusing, hub_name
+from fusewright.model_executor.sources.hub import HubName, _refusing, hub_name
 from tests.model_executor.fake_hub import FakeHub, Repository, fake_hub, folder_files
 from tests.warm import warm_starts
 
@@ -213,6 +213,15 @@ def test_custom_code_is_refused_in_folders_too_and_named_where_it_is_not_needed(
     (tmp_path / "config.json").write_bytes(config_with(architectures=["X"], auto_map=CUSTOM))
     with pytest.raises(UserError, match=r"architecture 'X' is custom code \(auto_map\)"):
         read_spec(tmp_path)
+
+
+def test_a_cache_that_cannot_be_written_is_named(hub: FakeHub, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    ((kind, message),) = ask(hub.url, tmp_path / "file", "org/abacus")
+    assert kind == "MachineError"
+    assert str(tmp_path / "file") in message
+    assert "HF_HUB_CACHE" in message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])

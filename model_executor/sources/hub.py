@@ -13,13 +13,13 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from ..config.errors import MachineError, UserError
-from .checkpoint import INDEX, SINGLE, checkpoint_files, indexed_files
+from ...config.errors import MachineError, UserError
+from ..checkpoint import INDEX, SINGLE, checkpoint_files, indexed_files
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _NAME = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>{_PART}(?:/{_PART})*))?")
@@ -120,14 +120,13 @@ def _cached(hub: HubName) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    try:
+    with _refusing(hub), suppress(LocalEntryNotFoundError):
         return Path(
             snapshot_download(
                 hub.repo, revision=hub.revision, allow_patterns=_SMALL, local_files_only=True
             )
         )
-    except LocalEntryNotFoundError:
-        return None
+    return None
 
 
 def _download(hub: HubName, revision: str | None, names: list[str]) -> Path:
@@ -196,9 +195,9 @@ def _refusal(hub: HubName, error: Exception) -> UserError:
         return MachineError(f"{what}: {url} answers with status {status}; try again later")
     if isinstance(error, OSError) and error.errno in _NO_SPACE:
         return _no_space(hub, str(error.strerror))
-    if isinstance(error, PermissionError):
+    if isinstance(error, OSError) and error.filename:
         return MachineError(
-            f"{what}: cannot write {error.filename}: {error.strerror}; set HF_HOME or HF_HUB_CACHE "
+            f"{what}: cannot use {error.filename}: {error.strerror}; set HF_HOME or HF_HUB_CACHE "
             "to a folder that can be written"
         )
     reason = str(cause or error).strip().splitlines()

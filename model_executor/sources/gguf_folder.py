@@ -13,13 +13,14 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..config.cache_path import user_path
-from ..config.errors import MachineError, UserError
-from .checkpoint import INDEX, SINGLE
+from ...config.errors import MachineError, UserError
+from ...config.folders import user_path
+from ..checkpoint import INDEX, SINGLE
 
 _FOLDER = "gguf"
 _PACKAGES = ("gguf", "transformers")
@@ -99,30 +100,24 @@ def _convert(file: Path, folder: Path, check: Callable[[Path], object]) -> None:
     names = _tensor_names(file)
     import torch
     from safetensors.torch import save_file
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-    from transformers.modeling_gguf_pytorch_utils import (
-        TensorProcessor,
-        get_gguf_hf_weights_map,
-        load_gguf_checkpoint,
-    )
 
+    library: Any = import_module("transformers")
+    reader: Any = import_module("transformers.modeling_gguf_pytorch_utils")
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    config = _read(file, lambda: AutoConfig.from_pretrained(**where))
+    config = _read(file, lambda: library.AutoConfig.from_pretrained(**where))
+    build = library.AutoModelForCausalLM.from_config
     with torch.device("meta"):
-        model = _read(file, lambda: AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+        model = _read(file, lambda: build(config, dtype=torch.bfloat16))
     fields = {**config.to_dict(), "architectures": [type(model).__name__], "dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(fields, indent=1) + "\n")
     check(folder)
-    _read(file, lambda: PreTrainedTokenizerFast.from_pretrained(**where)).save_pretrained(folder)
-    loaded = _read(
-        file,
-        lambda: load_gguf_checkpoint(
-            str(file), return_tensors=True, model_to_load=model, torch_dtype=torch.bfloat16
-        ),
-    )
+    tokenizer = _read(file, lambda: library.PreTrainedTokenizerFast.from_pretrained(**where))
+    tokenizer.save_pretrained(folder)
+    how = {"return_tensors": True, "model_to_load": model, "torch_dtype": torch.bfloat16}
+    loaded = _read(file, lambda: reader.load_gguf_checkpoint(str(file), **how))
     tensors = {name: tensor.contiguous() for name, tensor in loaded["tensors"].items()}
     if len(tensors) != len(names):
-        taken = _read(file, lambda: get_gguf_hf_weights_map(model, TensorProcessor()))
+        taken = _read(file, lambda: reader.get_gguf_hf_weights_map(model, reader.TensorProcessor()))
         other = next(name for name in names if name not in taken)
         raise UserError(f"{file}: nothing takes its tensor {other}; {_INSTEAD}")
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
@@ -143,9 +138,8 @@ def _tensor_names(file: Path) -> tuple[str, ...]:
     Raises:
         UserError: it has, or cannot be read.
     """
-    from transformers.integrations.gguf import read_gguf_metadata
-
-    fields, names = _read(file, lambda: read_gguf_metadata(str(file)))
+    reader: Any = import_module("transformers.integrations.gguf")
+    fields, names = _read(file, lambda: reader.read_gguf_metadata(str(file)))
     kind = fields.get("general.architecture", "")
     scaling = fields.get(f"{kind}.rope.scaling.type", "none")
     if scaling != "none":
