@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,10 +32,12 @@ from .capture.dispatch import trace_by_dispatch
 from .capture.source import Source
 from .capture.trace import Traced, trace
 from .capture.unroll import unroll
+from .emit.direct import emit_direct
 from .emit.kernels import outside_variants, program_variants
 from .emit.make_plan import limit_ranges, make_plan
 from .emit.pieces import PieceCode, choose_emitter, emit
 from .lowering.check_kernels import called, check_used
+from .lowering.constants import Constants, take_constants
 from .lowering.lower import lower
 from .lowering.partition import Region, partition
 from .lowering.search import Found, table_here
@@ -60,6 +62,7 @@ class Lowered:
         traced: the lowered graph.
         regions: the regions of that graph, one for each step of ``plan``.
         plan, pieces: what runs, and the distinct pieces by digest.
+        constants: the pieces of what runs once, by digest.
         reports, choices, tuned_us: what the passes and the choice of kernels report.
         graph: digest of the graph as it was traced.
         weights: the linear layers that a cuBLASLt algorithm can serve.
@@ -69,6 +72,7 @@ class Lowered:
     regions: list[Region]
     plan: Plan
     pieces: Mapping[str, Subgraph]
+    constants: Mapping[str, Subgraph]
     reports: list[PassReport]
     choices: Mapping[str, int]
     tuned_us: Mapping[str, Mapping[str, Mapping[int, float]]]
@@ -110,6 +114,8 @@ def lower_model(
             check_references(traced.gm)
         with timer.phase("probes"):
             check_probes(tuple(config.passes))
+    with timer.phase("constants"):
+        traced, constants = take_constants(traced) if source.why else (traced, Constants())
     with timer.phase("partition"):
         regions = partition(traced.gm)
     with timer.phase("lower"):
@@ -125,9 +131,11 @@ def lower_model(
         check_used(config.named_kernels, called(choices, outside_ops(source)))
     with timer.phase("dedupe"):
         plan, pieces = make_plan(traced, regions)
+        plan = replace(plan, constants=constants.steps)
     record.graph("lowered", traced)
     measured = tuner.measured if tuner else {}
-    return Lowered(traced, regions, plan, pieces, reports, choices, measured, graph, weights)
+    made = constants.pieces
+    return Lowered(traced, regions, plan, pieces, made, reports, choices, measured, graph, weights)
 
 
 def rewritten(source: Source, config: CompileConfig) -> Traced:
@@ -181,6 +189,7 @@ def build(
             on_piece=lambda number: timer.say(f"piece {number}"),
         )
         plan = limit_ranges(plan, code.values())
+        code |= {name: emit_direct(piece, {}) for name, piece in lowered.constants.items()}
     with timer.phase("kernels"):
         variants: set[ops.Variant] = set()
         if device == "cuda":

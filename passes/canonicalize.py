@@ -79,6 +79,22 @@ def kind(node: Any) -> str:
     return _KINDS.get(node.target, "")
 
 
+_POINTWISE_KINDS = frozenset(
+    [
+        *("add", "sub", "mul", "div", "pow", "square", "rsqrt", "sqrt", "reciprocal", "neg"),
+        *("cos", "sin", "sigmoid", "silu", "gelu", "cast", "clamp", "clone"),
+    ]
+)
+_POINTWISE = (torch.tanh, F.relu)
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether each element is computed of those at its place, as they are spread over the shape."""
+    if kind(node) in _POINTWISE_KINDS or node.target in _POINTWISE:
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
 def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
     """An argument, by position or by keyword."""
     return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)

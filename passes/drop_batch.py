@@ -17,20 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from .canonicalize import argument, in_order, kind
+from .canonicalize import argument, in_order, is_pointwise, kind
 from .report import PassReport
 from .rule import EXACT, Context, is_call, memory, writes
 from .sites import NotASite
 from .subgraph import compute_fake, fake_value
 
 _ATEN = torch.ops.aten
-_POINTWISE_KINDS = frozenset(
-    [
-        *("add", "sub", "mul", "div", "pow", "square", "rsqrt", "sqrt", "reciprocal", "neg"),
-        *("cos", "sin", "sigmoid", "silu", "gelu", "cast", "clamp", "clone"),
-    ]
-)
-_POINTWISE = (torch.tanh, F.relu)
 _OF_LAST = (torch.ops.fw.linear.default, torch.ops.fw.rms_norm.default, F.linear, F.layer_norm)
 """Ops over the last dimension of their first argument, the only one that has a batch."""
 _REDUCTIONS = (_ATEN.amax.default, _ATEN.amin.default, _ATEN._softmax.default)
@@ -140,11 +133,7 @@ def _call(node: fx.Node, inner: Inner) -> Call:
 
 def _pointwise(node: fx.Node, inner: Inner) -> Call | None:
     """Tensors of as many dimensions as the result have its batch; others are spread over it."""
-    overload = isinstance(node.target, torch._ops.OpOverload)
-    known = torch.Tag.pointwise in node.target.tags if overload else False  # type: ignore[union-attr]
-    if not known and kind(node) not in _POINTWISE_KINDS and node.target not in _POINTWISE:
-        return None
-    if not _has_batch(node):
+    if not is_pointwise(node) or not _has_batch(node):
         return None
     num_dims = fake_value(node).dim()
 

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, fx
 
 from .canonicalize import kind
-from .rule import EXACT, is_call, memory
+from .report import PassReport
+from .rule import EXACT, Context, is_call, memory, refresh_view
 from .sites import Match, SitePass
 from .subgraph import fake_value, layout
 
@@ -58,4 +59,13 @@ def _is_same(a: Any, b: fx.Node) -> bool:
     return str(left.storage_offset()) == str(right.storage_offset())
 
 
-FOLD_VIEWS = SitePass("fold_views", EXACT, _read)
+class FoldViews:
+    """See ``_read``.  What earlier passes replaced lies in other memory than its views know."""
+
+    name = "fold_views"
+    tier = EXACT
+
+    def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
+        for node in gm.graph.nodes:
+            refresh_view(node)
+        return SitePass(self.name, self.tier, _read)(gm, context)

@@ -18,7 +18,7 @@ from .canonicalize_rope import CanonicalizeRope
 from .check_effects import Snapshot
 from .cleanup import Cleanup
 from .drop_batch import DropBatch
-from .fold_views import FOLD_VIEWS
+from .fold_views import FoldViews
 from .fuse_act import FuseAct
 from .fuse_add_norm import FUSE_ADD_NORM
 from .fuse_all_reduce_norm import FuseAllReduceNorm
@@ -29,6 +29,7 @@ from .fuse_quant import ACTIVATION, ATTENTION, NORM
 from .fuse_rope_store import FUSE_ROPE_STORE
 from .module_paths import module_path
 from .report import PassReport
+from .rope_table import RopeTable
 from .rule import Context, Rule
 from .sites import op_name, without_nodes
 from .verify import State, check_graph, check_nothing_else, check_rewrite
@@ -55,11 +56,12 @@ raises gated activations in both."""
 
 RAISE: tuple[Rule, ...] = (
     DropBatch(),
-    FOLD_VIEWS,
+    FoldViews(),
     Cleanup("drop_copies"),
     CANONICALIZE_LINEAR,
     *CANONICALIZE,
-    FOLD_VIEWS,
+    RopeTable(),
+    FoldViews(),
 )
 """Passes that run first over the graph of a captured model, whatever passes are chosen."""
 

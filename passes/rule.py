@@ -126,12 +126,42 @@ class Context:
         spends its time on making fakes.  A cached fake is given other memory, if possible that of
         a node that it replaces."""
         target = node.target
+        if (same := _unchanged(node)) is not None:
+            return fake_value(same)
         if not isinstance(target, torch._ops.OpOverload) or target.namespace != NAMESPACE:
             return compute_fake(node)
         key = (target, _kind(node.args), _kind(tuple(node.kwargs.items())))
         if key in self._fakes:
             return tree_map_only(FakeTensor, partial(_afresh, spare), self._fakes[key])
         return self._fakes.setdefault(key, compute_fake(node))
+
+
+def _unchanged(node: fx.Node) -> fx.Node | None:
+    """x of ``x.detach()`` and of ``x.unsqueeze(0).squeeze(0)``."""
+    if is_call(node, "detach"):
+        return node.args[0]  # type: ignore[return-value]
+    if not is_call(node, "squeeze") or node.args[1:] != (0,):
+        return None
+    source: Any = node.args[0]
+    if not is_call(source, "unsqueeze") or source.args[1:] != (0,):
+        return None
+    return source.args[0]  # type: ignore[return-value]
+
+
+def refresh_view(node: fx.Node) -> bool:
+    """Compute a view's fake value anew if it does not lie in the memory of what it is a view of,
+    which has been replaced; returns whether it did."""
+    sources = [arg for arg in node.all_input_nodes if isinstance(fake_value(arg), Tensor)]
+    views = node.op == "call_method" or is_call(node, operator.getitem)
+    if not views or len(sources) != 1 or not isinstance(fake_value(node), Tensor):
+        return False
+    if memory(node) <= memory(*sources):
+        return False
+    value = compute_fake(node)
+    if value.untyped_storage()._cdata not in memory(*sources):
+        return False
+    node.meta["example_value"] = value
+    return True
 
 
 def _needed(new: Sequence[fx.Node], old: Sequence[fx.Node]) -> list[fx.Node]:

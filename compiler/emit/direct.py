@@ -54,6 +54,7 @@ _OPERATORS: dict[Any, str] = {
     operator.add: "+",
     operator.sub: "-",
     operator.mul: "*",
+    operator.truediv: "/",
     operator.floordiv: "//",
     operator.mod: "%",
 }
@@ -82,6 +83,15 @@ def is_plain(node: fx.Node) -> bool:
     if name in _VIEWS:
         return _is_view(node)
     return name in _ALLOCATIONS or (name in _SIZES and node.op == "call_method")
+
+
+def is_spelled(node: fx.Node) -> bool:
+    """Whether a node's call can be printed: an op, a method, an operator or a function of torch."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) or node.op == "call_method":
+        return True
+    known = target in _OPERATORS or target is operator.getitem
+    return known or getattr(torch, op_name(node), None) is target or target is operator.neg
 
 
 def _is_opaque(qualified: str) -> bool:

@@ -58,7 +58,8 @@ def load(artifact: Artifact) -> tuple[Plan, Program]:
     table = measured_table(artifact)
     if any(spec.device == "cuda" for spec in plan.inputs.values()):
         ops.load_cuda_library()
-    pieces = {step.piece for step in plan.steps if isinstance(step, PieceStep)}
+    steps = (*plan.constants, *plan.steps)
+    pieces = {step.piece for step in steps if isinstance(step, PieceStep)}
     callables = {
         piece: load_piece(
             artifact.read(piece_file(piece)),

@@ -69,6 +69,7 @@ class Plan:
         sizes: size value -> (name, dimension) of the input that carries it.
         ranges: what a dynamic dimension counts -> least and largest size that the code is for.
         output: name of the result.
+        constants: steps that make some of the inputs of others, once these are there.
     """
 
     steps: tuple[PieceStep | OpStep, ...]
@@ -76,6 +77,7 @@ class Plan:
     sizes: Mapping[str, tuple[str, int]]
     ranges: Mapping[str, tuple[int, int]]
     output: str
+    constants: tuple[PieceStep, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON; a step has either ``piece`` or ``op``, a named value is ``{"name": …}``, a
@@ -93,12 +95,17 @@ class Plan:
             sizes={name: (source, dim) for name, (source, dim) in data["sizes"].items()},
             ranges={name: (low, high) for name, (low, high) in data["ranges"].items()},
             output=data["output"],
+            constants=tuple(map(_piece_step, data["constants"])),
         )
 
 
 def _step(data: Mapping[str, Any]) -> PieceStep | OpStep:
     if "op" in data:
         return _op_step(data)
+    return _piece_step(data)
+
+
+def _piece_step(data: Mapping[str, Any]) -> PieceStep:
     inputs, outputs = tuple(data["inputs"]), tuple(data["outputs"])
     return PieceStep(data["piece"], inputs, outputs, data["per_token"])
 

@@ -38,6 +38,14 @@ class Step:
             env[slot] = None
 
 
+@dataclass(frozen=True)
+class Constant:
+    """A step that computes constants, and the names of those that it reads."""
+
+    step: Step
+    reads: tuple[str, ...]
+
+
 class Program:
     """Steps over an environment.  Constants (weights, KV caches) are bound once; step inputs are
     given to ``environment()`` for every step.
@@ -49,6 +57,7 @@ class Program:
         sizes: name of each size -> (name, dimension) of the tensor that carries it.
         ranges: what a dynamic dimension counts -> its least and largest size.
         output: slot of the result.
+        constants: steps that compute inputs of others, whenever what they read is bound.
     """
 
     def __init__(
@@ -59,8 +68,10 @@ class Program:
         output: int,
         sizes: Mapping[str, tuple[str, int]] | None = None,
         ranges: Mapping[str, tuple[int, int]] | None = None,
+        constants: Sequence[Constant] = (),
     ) -> None:
         self.steps = tuple(steps)
+        self._constants = tuple(constants)
         self.output = output
         self._slots = dict(slots)
         self._inputs = dict(inputs)
@@ -81,6 +92,10 @@ class Program:
         for name, (source, dim) in self._sizes.items():
             if source in constants:
                 self._template[self._slots[name]] = constants[source].shape[dim]
+        for constant in self._constants:
+            if set(constant.reads) <= set(constants):
+                with torch.inference_mode():
+                    constant.step.run(self._template)
 
     def environment(self, inputs: Mapping[str, Tensor]) -> Environment:
         """A fresh environment for one step.
@@ -173,10 +188,16 @@ def link(plan: Plan, pieces: Mapping[str, Callable[..., Any]]) -> Program:
             name, call = planned.op, _op_call(planned, slots)
         return Step(name, call, outputs, release, planned.per_token)
 
+    def constant(planned: PieceStep) -> Constant:
+        call = _piece_call(planned, pieces[planned.piece], slots)
+        outputs = tuple(slots[name] for name in planned.outputs)
+        return Constant(Step(planned.piece, call, outputs, (), False), planned.inputs)
+
     steps = list(map(step, range(len(plan.steps)), plan.steps))
     inputs: dict[str, TensorInput | None] = {**plan.inputs}
     output = slots[plan.output]
-    return Program(steps, slots, inputs, output, plan.sizes, plan.ranges)
+    constants = list(map(constant, plan.constants))
+    return Program(steps, slots, inputs, output, plan.sizes, plan.ranges, constants)
 
 
 def _check_tensor(name: str, value: Tensor, spec: TensorInput) -> None:

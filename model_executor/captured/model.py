@@ -51,6 +51,8 @@ class CapturedModel(nn.Module):
         spec = self.spec
         groups = [spec.cache_group(call) for call in range(spec.num_layers)]
         attend = PagedAttention(attention, kv_caches, groups)
+        # Bounds that show in the graph: what is computed of positions alone becomes a table.
+        positions = positions.clamp(0, spec.max_position_embeddings - 1)
         return run(self.library, inputs, positions, attend, attention.query_start_loc)
 
 

@@ -8,6 +8,7 @@ the whole sequence.  A mask, scale, window, offset or order that is wrong shows 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -105,6 +106,11 @@ def compare(twin: Twin, step: Step, what: str, lengths: Sequence[int] = LENGTHS)
     Raises:
         ProofError: they differ by more than rounding; names the first module that does.
     """
+    with _one_thread():
+        return _compare(twin, step, what, lengths)
+
+
+def _compare(twin: Twin, step: Step, what: str, lengths: Sequence[int]) -> Agreement:
     spec = twin.spec
     vocab = twin.unmodified.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     generator = torch.Generator().manual_seed(5)
@@ -127,6 +133,17 @@ def compare(twin: Twin, step: Step, what: str, lengths: Sequence[int] = LENGTHS)
                 )
             worst, tokens = max(worst, error), tokens + 1
     return Agreement(worst, tokens, spec.num_layers)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Tensors of a twin are so small that threads cost more than they bring."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _unmodified(twin: Twin, ids: Tensor) -> Tensor:
