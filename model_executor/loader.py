@@ -227,9 +227,7 @@ def fake_model(spec: ModelSpec, device: torch.device) -> Model:
     return model.eval()
 
 
-def materialize(
-    model: nn.Module, dtype: torch.dtype | None, device: torch.device | str
-) -> None:
+def materialize(model: nn.Module, dtype: torch.dtype | None, device: torch.device | str) -> None:
     """Give every meta parameter uninitialized memory; tied parameters stay one.  Buffers move.
 
     Raises:

@@ -95,11 +95,7 @@ def keys_as_good(key: Key, config: ResolvedConfig) -> list[Key]:
     """Keys of other artifacts that serve as well as that of ``key``.  Where rewrites need not be
     verified, an artifact in which they were does, as ``fusewright compile`` makes it; so does one
     with a proof where none is asked for."""
-    lacking = [
-        name
-        for name in ("verify", "proof")
-        if not getattr(config.compile, name)
-    ]
+    lacking = [name for name in ("verify", "proof") if not getattr(config.compile, name)]
     return [
         Key({**key.factors, **{f"config.compile.{name}": str(True) for name in names}})
         for count in range(1, len(lacking) + 1)

@@ -48,8 +48,8 @@ class Mask:
 
 
 _WRITTEN_OUT = (
-    "its attention does not go through the library's attention interface: it computes with the mask "
-    "itself"
+    "its attention does not go through the library's attention interface: it computes with the "
+    "mask itself"
 )
 
 
@@ -331,12 +331,19 @@ def no_cache(positions: Tensor) -> Any:
     """
     from transformers.cache_utils import Cache
 
-    class NoCache(Cache):  # type: ignore[misc]
+    class NoCache(Cache):
         def __init__(self) -> None:
             super().__init__(layers=[])
 
-        def update(self, key: Tensor, value: Tensor, *rest: Any, **how: Any) -> Any:
-            return key, value
+        def update(
+            self,
+            key_states: Tensor,
+            value_states: Tensor,
+            layer_idx: int,
+            *args: Any,
+            **kwargs: Any,
+        ) -> tuple[Tensor, Tensor]:
+            return key_states, value_states
 
         def refuse(self, *rest: Any, **how: Any) -> Any:
             raise Refused("it has recurrent layers, whose states the engine does not keep yet")

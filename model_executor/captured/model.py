@@ -77,6 +77,7 @@ def run(
 
     def last(module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
         # Ahead of the head: it is the largest matrix, and most tokens of a prefill need no logits.
+        assert query_start_loc is not None
         return (ops.gather_last_token(args[0][0], query_start_loc)[None],)
 
     hook = None if query_start_loc is None else head.register_forward_pre_hook(last)

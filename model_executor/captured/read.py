@@ -11,9 +11,9 @@ from torch import nn
 
 from ...config import UserError
 from ...config.rope import RopeParameters
+from ..checkpoint import read_headers
 from ..hf_json import HfConfig
 from ..spec import ModelSpec
-from ..checkpoint import read_headers
 from .checkpoint_map import untie
 from .facts import CapturedFacts
 from .interfaces import Recorder, Refused
@@ -98,8 +98,10 @@ def probe(model: nn.Module, facts: CapturedFacts, what: str) -> tuple[CapturedFa
     recorder = Recorder(on_call)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.inference_mode():
-            fakes = {name: mode.from_tensor(t) if not t.is_meta else _fake(t)
-                     for name, t in [*model.named_parameters(), *model.named_buffers()]}
+            fakes = {
+                name: mode.from_tensor(t) if not t.is_meta else _fake(t)
+                for name, t in [*model.named_parameters(), *model.named_buffers()]
+            }
             ids = torch.zeros(_NUM_TOKENS, dtype=torch.int32)
             positions = torch.arange(_NUM_TOKENS, dtype=torch.int32)
             called = _Functional(model, fakes)
