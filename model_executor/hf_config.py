@@ -21,9 +21,12 @@ from .sources.hub import hub_name, small_files, weight_files
 from .spec import ModelSpec
 
 
-def read_spec(folder: Path | str) -> ModelSpec:
+def read_spec(folder: Path | str, impl: str = "auto") -> ModelSpec:
     """Read and check ``config.json`` of a model folder, and fit it to the folder's checkpoint where
     there is one.
+
+    Args:
+        impl: as the option ``model_impl``.
 
     Raises:
         UserError: the folder or the file cannot be read, a field is missing or wrong, or the
@@ -43,7 +46,13 @@ def read_spec(folder: Path | str) -> ModelSpec:
         )
     config = HfConfig(path, read_json(path))
     name = _architecture(config)
-    if name not in ARCHITECTURES:
+    if name not in ARCHITECTURES and impl == "adapter":
+        supported = ", ".join(ARCHITECTURES)
+        raise UserError(
+            f"model_impl=adapter: architecture {name!r} has none; supported: {supported}; or use "
+            "auto, which captures its implementation in transformers"
+        )
+    if name not in ARCHITECTURES or impl == "transformers":
         # Only now: it imports torch and a library, which takes seconds.
         from .captured.read import captured_spec
 

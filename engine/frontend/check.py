@@ -30,7 +30,7 @@ def check_start(options: EngineOptions, *, weights: bool = True) -> None:
         raise UserError("model='': expected a Hugging Face model folder, ORG/NAME, or abacus")
     weights = weights and options.load_format != "dummy"
     folder = model_folder(options.model, weights=weights)
-    spec = read_spec(folder)
+    spec = read_spec(folder, options.model_impl)
     check_limits(options, model_limits(spec))
     if spec.quant is None and options.quantization is not None:
         check_online_kind(spec, options.quantization)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,11 @@ def captured_spec(config: HfConfig, architecture: str) -> ModelSpec:
             what, and where.
     """
     path, values = config.path, config.values
+    if values.get("quantization_config"):
+        raise UserError(
+            f"{path}: {architecture!r} is quantized (quantization_config), which is read only for "
+            "architectures with an adapter yet; use the model's unquantized weights"
+        )
     read = read_config(path, values, architecture)
     return spec_of(read, str(path), architecture, path.parent)
 
@@ -48,12 +54,9 @@ def spec_of(read: Any, what: str, architecture: str, folder: Path | None = None)
     dtype_name = _dtype_name(read)
     text = canonical(read)
     facts = CapturedFacts(text, version())
-    model = build(facts, _DTYPES[dtype_name])
-    notes = {} if folder is None else _untied(model, folder)
-    facts, vocab_size = probe(model, replace(facts, untied=tuple(notes)), what)
+    notes = {} if folder is None else _untied(facts, folder)
+    facts, vocab_size = probe(replace(facts, untied=tuple(notes)), dtype_name, what)
     calls = facts.attention
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise UserError(f"{what} has an encoder and a decoder, expected a decoder alone")
     shape = read.get_text_config(decoder=True)
     first = calls[0]
     return ModelSpec(
@@ -81,15 +84,19 @@ def spec_of(read: Any, what: str, architecture: str, folder: Path | None = None)
     )
 
 
-def probe(model: nn.Module, facts: CapturedFacts, what: str) -> tuple[CapturedFacts, int]:
+@lru_cache(maxsize=4)
+def probe(facts: CapturedFacts, dtype_name: str, what: str) -> tuple[CapturedFacts, int]:
     """Run a model on tensors without data, and return what was seen of it and the number of its
-    logits.
+    logits.  A start asks twice: when its options are checked, and when it begins.
 
     Raises:
         UserError: it asks for what the engine does not have, or does not call attention.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    model = build(facts, _DTYPES[dtype_name])
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UserError(f"{what} has an encoder and a decoder, expected a decoder alone")
     siblings = Siblings(model)
 
     def on_call() -> None:
@@ -151,14 +158,14 @@ def why(error: BaseException) -> str:
     return f"{first_line(error)}{place}"
 
 
-def _untied(model: nn.Module, folder: Path) -> dict[str, str]:
+def _untied(facts: CapturedFacts, folder: Path) -> dict[str, str]:
     """``untie`` by a folder's checkpoint.  Without a readable one nothing is apart: the loader
     refuses that, if weights are read at all."""
     try:
         found = read_headers(folder)
     except UserError:
         return {}
-    return untie(model, found)
+    return untie(build(facts, torch.float32), found)
 
 
 def _dtype_name(config: Any) -> str:
