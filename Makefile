@@ -4,6 +4,7 @@
 #   make demo                               solved problems, fusions, times, with the bundled model
 #   make test | check                       CPU tests | format, lint, types, layout, bindings of csrc
 #   make test coverage COVERAGE=1           the same, and what share of the package's lines they run
+#   make real-test                          a trained model of 135M says what transformers says
 #   make client-test                        a server, asked by lm-eval and guidellm
 #   make mutants  MUTANTS='--count 20 --paths passes'    one-token edits of the sources that no test
 #                                           sees, 200 by default; takes hours
@@ -21,7 +22,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: install demo test client-test coverage check types style lines mutants docs gpu-test \
+.PHONY: install demo test real-test client-test coverage check types style lines mutants docs gpu-test \
   gpu-evidence bench
 
 BOOTSTRAP_PYTHON ?= python3
@@ -71,6 +72,9 @@ test: install
 
 mutants: install
 	@$(PKGROOT); $(PY) tools/mutants.py --jobs $(JOBS) $(MUTANTS)
+
+real-test: install
+	@$(PKGROOT); $(PY) -m pytest -q tests/engine/test_real_model.py --durations 4
 
 client-test: install build/clients/.installed
 	@$(PKGROOT); OMP_NUM_THREADS=1 $(PY) tools/client_test.py build/clients/bin

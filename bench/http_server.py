@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..config import EngineOptions, MachineError, option_specs
+from ..model_executor.hf_config import served_name
 from .http_load import HttpTarget
 from .workloads import Work
 
@@ -58,7 +59,7 @@ def serving(options: Mapping[str, Any]) -> Iterator[Server]:
     Raises:
         MachineError: it does not start; the message is its own.
     """
-    model = str(options.get("model", EngineOptions().model))
+    model = served_name(str(options.get("model", EngineOptions().model)))
     command = [sys.executable, "-P", "-m", "fusewright.serve.cli", "serve", "--port", "0"]
     with TemporaryDirectory() as folder:
         log = Path(folder) / "log"

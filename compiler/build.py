@@ -19,6 +19,7 @@ from ..ops.core.device_table import gpu_of
 from ..passes import (
     RAISE,
     PassReport,
+    Rule,
     Subgraph,
     build_passes,
     check_references,
@@ -103,7 +104,7 @@ def lower_model(
     with timer.phase("passes"):
         reports = run_passes(
             traced.gm,
-            [*(RAISE if source.why else ()), *build_passes(config.passes)],
+            _passes(source, config),
             verify=config.verify,
             on_pass=lambda name, gm: record.graph(f"after {name}", traced),
         )
@@ -135,6 +136,17 @@ def lower_model(
     measured = tuner.measured if tuner else {}
     made = constants.pieces
     return Lowered(traced, regions, plan, pieces, made, reports, choices, measured, graph, weights)
+
+
+def rewritten(source: Source, config: CompileConfig) -> Traced:
+    """A model's graph behind the passes of a level, before kernels are chosen."""
+    traced = _trace(source)
+    run_passes(traced.gm, _passes(source, config))
+    return traced
+
+
+def _passes(source: Source, config: CompileConfig) -> list[Rule]:
+    return [*(RAISE if source.why else ()), *build_passes(config.passes)]
 
 
 def _trace(source: Source) -> Traced:

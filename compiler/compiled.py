@@ -114,7 +114,12 @@ def _make(
             from .build import build
         with timer.phase("make model"):
             model = source()
+        proof: Mapping[str, Any] = {}
+        if model.prove is not None:
+            with timer.phase("prove"):
+                proof = model.prove()
         files, report = build(model, config, wanted, timer=timer, record=record)
+        report |= {"proof": dict(proof)} if proof else {}
     with timer.phase("publish"):
         artifact = store.publish(wanted.key, files, report, wanted.label)
     return replace(_load(artifact, False, timer), built=True)

@@ -74,10 +74,9 @@ def _heads(t: Any) -> Any:
 
 def _attention(t: Any) -> Any:
     out = torch.empty_like(t.q)
-    scale, window, cap = _DIM**-0.5, 6, 30.0
-    ops.paged_attention(
-        t.q, t.cache, t.table, t.lens, t.starts, out, scale, window, cap, t.kv_scale
-    )
+    batch = (t.q, t.cache, t.table, t.lens, t.starts)
+    scale, window, cap, chunk = _DIM**-0.5, 6, 30.0, 10
+    ops.paged_attention(*batch, out, scale, window, cap, t.kv_scale, None, t.sinks, chunk)
     return ops.quant_fp8_static(out.view(-1, _HEADS * _DIM), t.out_s)
 
 
@@ -155,7 +154,7 @@ PROBES = {
         _attention,
         {"q": ((_T, _HEADS, _DIM), _BF16), "cache": _CACHE, "table": ((_T, 3), torch.int32),
          "lens": ((_T,), torch.int32), "starts": ((_T + 1,), torch.int32),
-         "kv_scale": _KV_SCALE, "out_s": _SCALE},
+         "kv_scale": _KV_SCALE, "sinks": ((_HEADS,), torch.float32), "out_s": _SCALE},
         (), ("fuse_attn_quant",),
     ),
     "shared experts": Probe(

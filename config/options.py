@@ -32,16 +32,26 @@ class EngineOptions:
     """
 
     model: str = _option(
-        "abacus", "model", "Hugging Face folder; bundled are abacus and abacus-moe"
+        "abacus",
+        "model",
+        "Hugging Face folder, ORG/NAME[@revision] on the Hub (downloaded once), or a bundled one: "
+        "abacus, abacus-moe",
     )
     tokenizer: str | None = _option(
-        None, "model", "folder of tokenizer.json; the model's own if unset"
+        None, "model", "folder or Hub name of tokenizer.json; the model's own if unset"
     )
     generation_config: str = _option(
         "auto",
         "model",
         "whose generation_config.json has the sampling of requests that leave it out: the model's "
         "(auto), nobody's (none), or that of this folder",
+    )
+    model_impl: str = _option(
+        "auto",
+        "model",
+        "whose implementation: an adapter's where there is one (auto, adapter), or that of "
+        "transformers, captured",
+        ("auto", "adapter", "transformers"),
     )
     dtype: str = _option(
         "auto", "model", "weights and activations", ("auto", "bfloat16", "float16", "float32")
@@ -105,6 +115,12 @@ class EngineOptions:
         "the same bits for a request at any batch size, order, chunking and cache state; slower",
     )
     verify: bool = _option(False, "compile", "run each distinct rewrite, before against after")
+    proof: bool = _option(
+        True,
+        "compile",
+        "of a model without an adapter, compare a small twin with its unmodified implementation "
+        "before it is compiled",
+    )
     record_expert_load: bool = _option(
         False,
         "compile",

@@ -4,6 +4,7 @@ from there give options that have nothing to decide here, and other names of dty
 from __future__ import annotations
 
 import difflib
+import os
 from dataclasses import fields
 from typing import Any
 
@@ -21,7 +22,6 @@ _FIXED: dict[str, tuple[Any, str]] = {
     "enable_lora": (False, "LoRA adapters are not served"),
     "speculative_config": (None, "there is no speculative decoding"),
     "tokenizer_mode": ("auto", "tokenizer.json is the only tokenizer"),
-    "revision": (None, "models are local folders, without revisions"),
 }
 """Option of vLLM -> the only value it can have here, and why."""
 
@@ -34,6 +34,9 @@ def engine_options(model: str, keywords: dict[str, Any]) -> EngineOptions:
     Raises:
         UserError: an option is unknown, of the wrong type, or asks for what is not there.
     """
+    keywords = dict(keywords)
+    if (revision := keywords.pop("revision", None)) is not None:
+        model = _at_revision(model, revision)
     known = [f.name for f in fields(EngineOptions)]
     options: dict[str, Any] = {}
     for name, value in keywords.items():
@@ -49,6 +52,17 @@ def engine_options(model: str, keywords: dict[str, Any]) -> EngineOptions:
         dtype = str(options["dtype"]).removeprefix("torch.")
         options["dtype"] = _DTYPES.get(dtype, dtype)
     return EngineOptions(model=model, **options)
+
+
+def _at_revision(model: str, revision: object) -> str:
+    """``ORG/NAME@revision``, for vLLM's option of that name."""
+    is_name = "/" in model and "@" not in model and not os.path.lexists(model)
+    if not isinstance(revision, str) or not revision or not is_name:
+        raise UserError(
+            f"revision={revision!r}: expected a branch, tag or commit of a model on the Hub, and "
+            f"model={model!r}; leave it out for a folder, a bundled model, or ORG/NAME@REVISION"
+        )
+    return f"{model}@{revision}"
 
 
 def _check_fixed(name: str, value: Any) -> None:

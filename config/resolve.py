@@ -148,6 +148,7 @@ def _compile(
         if options.batch_invariant
         else forced_kernels(options, level),
         verify=options.verify,
+        proof=options.proof,
         record_expert_load=options.record_expert_load,
         named_kernels=tuple(item.partition("=")[0] for item in options.kernels),
         tune_seconds=options.tune_seconds,

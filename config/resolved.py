@@ -95,6 +95,8 @@ class CompileConfig:
     tune: bool
     kernels: tuple[tuple[str, str], ...]
     verify: bool
+    proof: bool = True
+    """A captured model's twin is compared with its unmodified implementation before a build."""
     record_expert_load: bool = False
     """The traced model counts the tokens of each expert."""
     named_kernels: tuple[str, ...] = field(

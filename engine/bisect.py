@@ -83,7 +83,7 @@ def bisect_model(
     from ..passes import build_passes, run_passes
 
     hardware = detect_hardware(options.device)
-    folder, spec, config = read_model(options, hardware)
+    folder, spec, config = read_model(options, hardware, weights=True)
     if not config.compile.trace:
         raise UserError("bisect: compares a level with -O0; give -O1, -O2 or -O3")
     if tolerance is None:

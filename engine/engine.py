@@ -72,7 +72,7 @@ class Engine(EngineLoop):
             if others is not None:
                 others.take_gpu()
             hardware = hardware or detect_hardware(options.device)
-            folder, spec, config = read_model(options, hardware)
+            folder, spec, config = read_model(options, hardware, weights=True)
             inputs = input_processor(config, spec.vocab_size)
             eos_token_ids = within_vocabulary(
                 find_eos_token_ids(folder, inputs.tokenizer, options.generation_config),

@@ -37,7 +37,8 @@ class KVCacheSpec:
 
     Attributes:
         head_dims: widths of what is stored for a head; their meaning is the kind's.
-        window: tokens that a query sees, itself included; 0: all.
+        window: the most tokens that a query sees, itself included; 0: all.  That of a layer with
+            chunks is a chunk.
     """
 
     kind: CacheKind

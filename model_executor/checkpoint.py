@@ -151,15 +151,8 @@ def checkpoint_files(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     index = folder / INDEX
     if index.is_file():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise UserError(f"{index} has no weight_map; download it again")
-        names = sorted({str(name) for name in weight_map.values()})
+        names = indexed_files(index)
         for name in names:
-            if Path(name).name != name:
-                raise UserError(
-                    f"{index} names {name!r}; checkpoint files must lie beside the index"
-                )
             if not (folder / name).is_file():
                 raise UserError(
                     f"checkpoint file {folder / name}, named in {INDEX}, is missing; download the "
@@ -172,3 +165,19 @@ def checkpoint_files(folder: Path) -> list[Path]:
         f"model {str(folder)!r} has neither {SINGLE} nor {INDEX}; {remedy}, or use "
         "--load-format dummy for random weights"
     )
+
+
+def indexed_files(index: Path) -> list[str]:
+    """The names of the files that an index names, in order.
+
+    Raises:
+        UserError: it names none, or one in another folder.
+    """
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index} has no weight_map; download it again")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name:
+            raise UserError(f"{index} names {name!r}; checkpoint files must lie beside the index")
+    return names

@@ -33,7 +33,7 @@ def fit_to_checkpoint(spec: ModelSpec, folder: Path, *, dtype_stated: bool) -> M
     names = {part.module: name for name, part in ARCHITECTURES[spec.architecture].weights.items()}
     embed, head = (f"{names[module]}.weight" for module in ("embed", "lm_head"))
     if spec.tie_word_embeddings and embed in tensors and head in tensors:
-        if _equal(tensors[embed], tensors[head]):
+        if equal_bits(tensors[embed], tensors[head]):
             return spec
         note = (
             f"tie_word_embeddings is true, but {head} differs from {embed}: the checkpoint's own "
@@ -55,7 +55,7 @@ def _first_dtype(header: Mapping[str, RawTensor]) -> str | None:
     return next((_DTYPES[dtype] for dtype in dtypes if dtype in _DTYPES), None)
 
 
-def _equal(a: RawTensor, b: RawTensor) -> bool:
+def equal_bits(a: RawTensor, b: RawTensor) -> bool:
     """Whether two tensors have the same bits.  What is not read, such as a truncated file, is not
     equal."""
     if (a.dtype, a.shape, a.nbytes) != (b.dtype, b.shape, b.nbytes):

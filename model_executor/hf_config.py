@@ -16,12 +16,17 @@ from .models.rope import why_no_longer
 from .models.weight_names import checkpoint_names
 from .quant.hf_quant import read_quantization
 from .quant.scheme import BLOCK, FORMATS, QuantScheme
+from .sources.gguf_folder import converted, gguf_file
+from .sources.hub import hub_name, small_files, weight_files
 from .spec import ModelSpec
 
 
-def read_spec(folder: Path | str) -> ModelSpec:
+def read_spec(folder: Path | str, impl: str = "auto") -> ModelSpec:
     """Read and check ``config.json`` of a model folder, and fit it to the folder's checkpoint where
     there is one.
+
+    Args:
+        impl: as the option ``model_impl``.
 
     Raises:
         UserError: the folder or the file cannot be read, a field is missing or wrong, or the
@@ -35,10 +40,19 @@ def read_spec(folder: Path | str) -> ModelSpec:
         raise UserError(f"cannot read {folder}: {error.strerror}; check its permissions") from error
     if not has_config:
         what = "no config.json in it" if is_folder else "not a folder" if exists else "not there"
-        raise UserError(f"model {str(folder)!r}: {what}; give a Hugging Face model folder")
+        raise UserError(
+            f"model {str(folder)!r}: {what}; give a Hugging Face model folder, or ORG/NAME of a "
+            "model on the Hub"
+        )
     config = HfConfig(path, read_json(path))
     name = _architecture(config)
-    if name not in ARCHITECTURES:
+    if name not in ARCHITECTURES and impl == "adapter":
+        supported = ", ".join(ARCHITECTURES)
+        raise UserError(
+            f"model_impl=adapter: architecture {name!r} has none; supported: {supported}; or use "
+            "auto, which captures its implementation in transformers"
+        )
+    if name not in ARCHITECTURES or impl == "transformers":
         # Only now: it imports torch and a library, which takes seconds.
         from .captured.read import captured_spec
 
@@ -47,6 +61,9 @@ def read_spec(folder: Path | str) -> ModelSpec:
     names = checkpoint_names(ARCHITECTURES[name].weights, spec.num_layers, spec.num_experts)
     quant = read_quantization(config, names, spec.num_layers)
     _check_blocks(path, spec, quant)
+    if config.values.get("auto_map"):
+        note = f"auto_map names custom code, which is never run: {name} is the built-in one"
+        spec = replace(spec, notes=(*spec.notes, note))
     dtype_stated = config.has("dtype") or config.has("torch_dtype")
     return fit_to_checkpoint(replace(spec, quant=quant), folder, dtype_stated=dtype_stated)
 
@@ -87,11 +104,38 @@ def _architecture(config: HfConfig) -> str:
     return str(names[0])
 
 
-def model_folder(model: str) -> Path:
-    """The folder of ``model``, which may be the name of a bundled one."""
+def model_folder(model: str, *, weights: bool = False) -> Path:
+    """The folder of ``model``: a path, the name of a bundled one, or ``ORG/NAME[@revision]`` on the
+    Hub, of which what is not in the Hub's cache is downloaded.  A GGUF file, or a folder of one, is
+    converted into a folder, once.
+
+    Args:
+        model: a path wins over a name.
+        weights: of a model on the Hub, its weights shall be there too.
+
+    Raises:
+        UserError: a model on the Hub cannot be had, or it or a GGUF file is not one that
+            ``read_spec`` takes.
+        MachineError: the network, the Hub or the disk fails.
+    """
     if model in BUNDLED and not Path(model).is_dir():
         return BUNDLED[model]
-    return Path(model)
+    hub = hub_name(model)
+    if hub is None:
+        file = gguf_file(model)
+        return Path(model) if file is None else converted(file, read_spec)
+    folder = small_files(hub)
+    if weights:
+        read_spec(folder)  # refused before gigabytes are downloaded
+        weight_files(hub, folder)
+    return folder
+
+
+def served_name(model: str) -> str:
+    """The name under which ``model`` is served unless another is given: of a model on the Hub
+    ``ORG/NAME`` without its revision."""
+    hub = hub_name(model)
+    return hub.repo if hub is not None else model
 
 
 def model_limits(spec: ModelSpec) -> ModelLimits:

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from ..config.errors import UserError
 from ..ops.core.float8 import E4M3
-from .captured.checkpoint_map import copy_moves, moves_of
-from .captured.library import tensors_of
+from .captured.checkpoint_map import moves_of
+from .captured.library import build
+from .captured.linears import tensors_of
 from .captured.model import CapturedModel, fill_captured
+from .captured.moves import copy_moves
 from .checkpoint import TensorInfo, open_checkpoint_file, read_headers
 from .dummy import fill_dummy
 from .experts import ExpertLinear, expert_shares
@@ -119,9 +121,10 @@ def _load_captured(
         materialize(model, None, device)
         fill_captured(model, seed)
         return model
-    moves = moves_of(model.library, read_headers(folder))
+    moves = moves_of(build(model.facts, spec.dtype), read_headers(folder))
     materialize(model, None, device)
-    copy_moves(moves, tensors_of(model.library), progress)
+    with progress("Loading weights", sum(move.nbytes for move in moves)) as advance:
+        copy_moves(moves, tensors_of(model.library), advance)
     return model
 
 
@@ -224,9 +227,7 @@ def fake_model(spec: ModelSpec, device: torch.device) -> Model:
     return model.eval()
 
 
-def materialize(
-    model: nn.Module, dtype: torch.dtype | None, device: torch.device | str
-) -> None:
+def materialize(model: nn.Module, dtype: torch.dtype | None, device: torch.device | str) -> None:
     """Give every meta parameter uninitialized memory; tied parameters stay one.  Buffers move.
 
     Raises:

@@ -27,8 +27,8 @@ from .quant.scheme import QuantScheme
 from .sharding import ModulePart, Placement, ShardRule
 from .spec import ModelSpec
 
-# Scales of an FP8 KV cache are of no use to another one.
-_IGNORED = re.compile(r"\.[kv]_scale$")
+IGNORED = re.compile(r"\.[kv]_scale$")
+"""Scales of an FP8 KV cache, which are of no use to another one."""
 _NAMES_SHOWN = 3
 
 
@@ -210,7 +210,7 @@ def plan_reads(
     missing = [name for name in needed if name not in found]
     if missing:
         raise UserError(
-            f"the checkpoint lacks {_some(missing)}, which config.json calls for; "
+            f"the checkpoint lacks {some_weights(missing)}, which config.json calls for; "
             "download the model again, or use its own config.json"
         )
     for name, slot in needed.items():
@@ -232,18 +232,19 @@ def plan_reads(
     extra = [
         n
         for n in found
-        if n not in needed and n not in tied and not _IGNORED.search(n) and not n.endswith(unread)
+        if n not in needed and n not in tied and not IGNORED.search(n) and not n.endswith(unread)
     ]
     if extra:
         raise UserError(
-            f"the checkpoint has {_some(extra)}, unknown to {spec.architecture} with this "
+            f"the checkpoint has {some_weights(extra)}, unknown to {spec.architecture} with this "
             "config.json; config.json and weights must be of one model"
         )
     reads = [Read(found[name], slot) for name, slot in needed.items() if slot.placement.length]
     return sorted(reads, key=lambda read: (read.source.file, read.slot.parameter))
 
 
-def _some(names: list[str]) -> str:
+def some_weights(names: list[str]) -> str:
+    """The first few of the names, and how many there are."""
     more = len(names) - _NAMES_SHOWN
     rest = f" and {more} more" if more > 0 else ""
     weights = "weight" if len(names) == 1 else f"{len(names)} weights:"

@@ -171,7 +171,7 @@ def _attention(quant: QuantNode) -> Match | None:
         y = graph.node_copy(out)
         y.kwargs = {**out.kwargs, "dtype": torch.float8_e4m3fn}
         args = (*attention.args, *[None] * (_OUT_SCALE - len(attention.args)))
-        args = (*args[:_OUT], y, *args[_OUT + 1 : _OUT_SCALE], quant.how)
+        args = (*args[:_OUT], y, *args[_OUT + 1 : _OUT_SCALE], quant.how, *args[_OUT_SCALE + 1 :])
         graph.call_function(torch.ops.fw.paged_attention.default, args)
         for view in views:
             y = graph.call_method(str(view.target), (y, *view.args[1:]), dict(view.kwargs))

@@ -1,4 +1,5 @@
-"""``paged_attention``: decode over contexts of 128 to 128k and prefill, in bf16 and FP8 KV.
+"""``paged_attention``: decode over contexts of 128 to 128k and prefill, in bf16 and FP8 KV, and
+layers with other head sizes, windows, chunks and sinks.
 
 SDPA reads contiguous K and V of equal lengths, which no server has: it is a bound, not a choice.
 """
@@ -6,6 +7,7 @@ SDPA reads contiguous K and V of equal lengths, which no server has: it is a bou
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,15 +27,52 @@ SMALL = Model("12 heads of 64", 768, 3072, 12, 12, 64, 50257)
 KV_DTYPES = {"bf16 KV": torch.bfloat16, "FP8 KV": torch.float8_e4m3fn}
 
 
+@dataclass(frozen=True)
+class Layer:
+    """A model's attention layer; its options are those of the op."""
+
+    model: Model
+    window: int = 0
+    chunk: int = 0
+    sinks: bool = False
+
+    @property
+    def name(self) -> str:
+        options = {"window": self.window, "chunk": self.chunk}
+        named = [f"{name} {value}" for name, value in options.items() if value]
+        return ", ".join([self.model.name, *named, *["sinks"] * self.sinks])
+
+
+def _shaped(name: str, heads: int, kv_heads: int, head_dim: int) -> Model:
+    """A model of which only the attention is measured."""
+    return Model(
+        f"{name} ({heads}/{kv_heads} heads of {head_dim})", 0, 0, heads, kv_heads, head_dim, 0
+    )
+
+
+_GPT_OSS = _shaped("gpt-oss-20b", 64, 8, 64)
+OTHER_LAYERS = (
+    Layer(_GPT_OSS, sinks=True),
+    Layer(_GPT_OSS, window=128, sinks=True),
+    Layer(_shaped("Llama-4-Scout", 40, 8, 128), chunk=8192),
+    Layer(_shaped("Gemma-3-4B", 8, 4, 256)),
+    Layer(_shaped("Gemma-3-4B", 8, 4, 256), window=1024),
+    Layer(_shaped("Phi-3-mini", 32, 32, 96)),
+    Layer(_shaped("DeepSeek-V2-Lite", 16, 16, 192)),
+    Layer(_shaped("wide heads", 8, 2, 512)),
+)
+OTHER_SHAPES = (("decode", 1, 1, 4096), ("decode", 64, 1, 4096), ("prefill", 1, 2048, 2048))
+
+
 def make(
-    model: Model,
+    layer: Layer,
     dtype: torch.dtype,
     num_seqs: int,
     queries: int,
     context: int,
     device: torch.device,
 ) -> tuple[Any, ...]:
-    num_blocks = -(-context // BLOCK_SIZE)
+    model, num_blocks = layer.model, -(-context // BLOCK_SIZE)
     cache = randn(
         num_seqs * num_blocks,
         2,
@@ -50,7 +89,9 @@ def make(
     scale = model.head_dim**-0.5
     kv_scale = None if dtype == q.dtype else torch.ones(2, model.kv_heads, device=device)
     out = torch.empty_like(q)
-    return (q, cache, table, lengths, starts, out, scale, 0, 0.0, kv_scale, None)
+    sinks = randn(model.heads, device=device) if layer.sinks else None
+    batch = (q, cache, table, lengths, starts, out, scale, layer.window, 0.0)
+    return (*batch, kv_scale, None, sinks, layer.chunk)
 
 
 def sdpa(backend: SDPBackend, q: Any, cache: Any, table: Any, *_: Any) -> Any:
@@ -69,6 +110,14 @@ LIBRARIES = {
 }
 
 
+def _libraries(layer: Layer, dtype: torch.dtype) -> dict[str, Any]:
+    """Those that compute the same layer."""
+    head_dim = layer.model.head_dim
+    if layer.window or layer.chunk or layer.sinks or dtype != torch.bfloat16 or head_dim > 256:
+        return {}
+    return LIBRARIES if head_dim <= 128 else {"sdpa-flash": LIBRARIES["sdpa-flash"]}
+
+
 def works() -> Iterator[KernelWork]:
     for model in (MODELS[0], MODELS[2]):
         for kv, dtype in KV_DTYPES.items():
@@ -77,18 +126,22 @@ def works() -> Iterator[KernelWork]:
             for kind, b, queries, context in shapes:
                 token_bytes = 2 * model.kv_heads * model.head_dim * dtype.itemsize
                 if b * context * token_bytes <= MOST_KV_BYTES:
-                    yield work(model, kind, kv, b, queries, context)
-    yield work(SMALL, "prefill", "bf16 KV", 1, 128, 128)
+                    yield work(Layer(model), kind, kv, b, queries, context)
+    yield work(Layer(SMALL), "prefill", "bf16 KV", 1, 128, 128)
+    for layer in OTHER_LAYERS:
+        for kind, b, queries, context in OTHER_SHAPES:
+            yield work(layer, kind, "bf16 KV", b, queries, context)
 
 
-def work(model: Model, kind: str, kv: str, num_seqs: int, queries: int, context: int) -> KernelWork:
+def work(layer: Layer, kind: str, kv: str, num_seqs: int, queries: int, context: int) -> KernelWork:
     dtype = KV_DTYPES[kv]
+    lengths = [queries] * num_seqs, [context] * num_seqs
     return KernelWork(
         "paged_attention",
-        f"{model.name} {kind}, {kv}, b={num_seqs}, context {context}",
-        partial(make, model, dtype, num_seqs, queries, context),
-        context_symbols([queries] * num_seqs, [context] * num_seqs),
-        LIBRARIES if dtype == torch.bfloat16 else {},
+        f"{layer.name} {kind}, {kv}, b={num_seqs}, context {context}",
+        partial(make, layer, dtype, num_seqs, queries, context),
+        context_symbols(*lengths, layer.window, layer.chunk),
+        _libraries(layer, dtype),
     )
 
 

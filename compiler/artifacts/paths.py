@@ -1,4 +1,4 @@
-"""Says where artifacts are looked for; the one place that reads the environment for it."""
+"""Says where artifacts are looked for."""
 
 from __future__ import annotations
 
@@ -6,24 +6,14 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from ...config.folders import user_path
+
 _BAKED = "/opt/fusewright/artifacts"
 
 
 def baked_path() -> Path:
     """The store of a container image or system: ``$FUSEWRIGHT_BAKED_DIR``, or a folder in /opt."""
     return Path(os.environ.get("FUSEWRIGHT_BAKED_DIR") or _BAKED)
-
-
-def user_path() -> Path | None:
-    """The user's own store: ``$FUSEWRIGHT_CACHE_DIR``, or ``fusewright`` in ``$XDG_CACHE_HOME``
-    or ``~/.cache``; None for a user without a home."""
-    if folder := os.environ.get("FUSEWRIGHT_CACHE_DIR"):
-        return Path(folder)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    try:
-        return cache.expanduser() / "fusewright"
-    except RuntimeError:
-        return None
 
 
 def default_search_paths() -> tuple[Path, ...]:

@@ -2,7 +2,8 @@
 
 The model's Python runs as it is written, and every op that reaches the dispatcher becomes a node.
 So no bytecode is read, and nothing can break the graph but code that depends on data.  Captured
-are ATen ops; ``respell`` gives them the spelling of Dynamo's graphs, which passes and emitters read.
+are ATen ops; ``respell`` gives them the spelling of Dynamo's graphs, which passes and emitters
+read.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def trace_by_dispatch(
 
     def like(tensor: Tensor, counts: Mapping[int, str]) -> Tensor:
         shape = [
-            sizes[counts[dim]][0] if dim in counts else size for dim, size in enumerate(tensor.shape)
+            sizes[counts[dim]][0] if dim in counts else size
+            for dim, size in enumerate(tensor.shape)
         ]
         with mode:
             return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)

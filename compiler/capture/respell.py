@@ -112,7 +112,7 @@ def _cast(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
     """A cast of the dtype alone; a copy to another device or layout stays as it is."""
     if set(kwargs) == {"dtype"}:
         return graph.call_method("to", (args[0], kwargs["dtype"]))
-    return graph.call_function(node.target, args, kwargs)
+    return graph.call_function(_ATEN._to_copy.default, args, kwargs)
 
 
 def _clone(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
@@ -123,7 +123,8 @@ def _clone(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
 
 def _slice(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
     source: Any = node.args[0]
-    dim, start, stop, step = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
+    given: tuple[Any, ...] = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
+    dim, start, stop, step = given
     num_dims = source.meta["val"].dim()
     stop = None if isinstance(stop, int) and stop > _END else stop
     index: list[Any] = [slice(None)] * num_dims

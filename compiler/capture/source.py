@@ -91,6 +91,8 @@ class Source:
         experts: those whose tiles can be measured, if the model has some.
         why: of a model that is captured by running it, an error of its code in one line; None for
             one that Dynamo captures.
+        prove: compares the model with its unmodified implementation before anything is built; what
+            it returns is a part of the artifact's report.
     """
 
     model: nn.Module
@@ -99,3 +101,4 @@ class Source:
     outside: OutsideCalls = lambda num_tokens, num_seqs: ()
     experts: Experts | None = None
     why: Callable[[BaseException], str] | None = None
+    prove: Callable[[], Mapping[str, Any]] | None = None

@@ -27,9 +27,10 @@ def check_start(options: EngineOptions, *, weights: bool = True) -> None:
     """
     check_options(options)
     if not options.model:
-        raise UserError("model='': expected a Hugging Face model folder, or abacus")
-    folder = model_folder(options.model)
-    spec = read_spec(folder)
+        raise UserError("model='': expected a Hugging Face model folder, ORG/NAME, or abacus")
+    weights = weights and options.load_format != "dummy"
+    folder = model_folder(options.model, weights=weights)
+    spec = read_spec(folder, options.model_impl)
     check_limits(options, model_limits(spec))
     if spec.quant is None and options.quantization is not None:
         check_online_kind(spec, options.quantization)
@@ -42,7 +43,7 @@ def check_start(options: EngineOptions, *, weights: bool = True) -> None:
     default_sampling(options.model, options.generation_config)
     if options.tokenizer is not None:
         check_tokenizer(options)
-    if weights and options.load_format != "dummy":
+    if weights:
         checkpoint_files(folder)
 
 

@@ -125,7 +125,7 @@ def start_worker(link: Link) -> Worker:
         torch.cuda.set_device(start.place.gpu)
         # Its own GPU, which the key tells from rank 0's; limits follow rank 0's memory.
         hardware = replace(detect_hardware("cuda"), memory_bytes=hardware.memory_bytes)
-    folder, spec, config = read_model(start.options, hardware)
+    folder, spec, config = read_model(start.options, hardware, weights=True)
     peers = Follower(link, start)
     return Worker(folder, spec, config, StartupReport(), Progress(), peers)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +93,14 @@ def artifact_key(spec: ModelSpec, config: ResolvedConfig) -> Key:
 
 def keys_as_good(key: Key, config: ResolvedConfig) -> list[Key]:
     """Keys of other artifacts that serve as well as that of ``key``.  Where rewrites need not be
-    verified, an artifact in which they were does, as ``fusewright compile`` makes it."""
-    if config.compile.verify:
-        return []
-    return [Key({**key.factors, "config.compile.verify": str(True)})]
+    verified, an artifact in which they were does, as ``fusewright compile`` makes it; so does one
+    with a proof where none is asked for."""
+    lacking = [name for name in ("verify", "proof") if not getattr(config.compile, name)]
+    return [
+        Key({**key.factors, **{f"config.compile.{name}": str(True) for name in names}})
+        for count in range(1, len(lacking) + 1)
+        for names in combinations(lacking, count)
+    ]
 
 
 def configured_store(config: StoreConfig, spare: Callable[[], Path] | None = None) -> Store:
@@ -215,12 +220,14 @@ def _captured_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from ...model_executor.captured.read import why
+    from .proof import prove
 
     device = torch.device(config.hardware.device)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = fake_model(spec, device)
         inputs = example(spec, config.cache.block_size, device)
-    return Source(model, inputs, outside=partial(outside_calls, spec), why=why)
+    proof = (lambda: prove(spec, config)) if config.compile.proof else None
+    return Source(model, inputs, outside=partial(outside_calls, spec), why=why, prove=proof)
 
 
 def experts_of(spec: ModelSpec) -> Experts | None:

@@ -46,15 +46,18 @@ _CPU_CACHE_BYTES = 2**30
 
 
 def read_model(
-    options: EngineOptions, hardware: Hardware
+    options: EngineOptions, hardware: Hardware, *, weights: bool = False
 ) -> tuple[Path, ModelSpec, ResolvedConfig]:
     """Read the model's folder; returns it, the spec as it will run, and the resolved configuration.
+
+    Args:
+        weights: they will be loaded, if the options do not say otherwise.
 
     Raises:
         UserError: the folder or an option is bad.
     """
-    folder = model_folder(options.model)
-    spec = read_spec(folder)
+    folder = model_folder(options.model, weights=weights and options.load_format != "dummy")
+    spec = read_spec(folder, options.model_impl)
     config = resolve(options, hardware, model_limits(spec))
     parallel = config.parallel
     check_parallel(
@@ -84,6 +87,11 @@ def with_options(spec: ModelSpec, config: ResolvedConfig) -> ModelSpec:
         if spec.moe is None:
             raise UserError("record_expert_load: the model has no experts; leave it out")
         spec = replace(spec, moe=replace(spec.moe, record_load=True))
+    if spec.captured and spec.quant is None and precision.quantization in FORMATS:
+        raise UserError(
+            f"quantization={precision.quantization}: weights of a model without an adapter are not "
+            "quantized yet; leave it out"
+        )
     if spec.quant is None and precision.quantization in FORMATS:
         return quantize_online(spec, precision.quantization)
     return spec

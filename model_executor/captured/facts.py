@@ -10,7 +10,6 @@ class AttentionFacts:
     """What one call of the attention interface asked for; the KV cache of that call follows.
 
     Attributes:
-        layer: ``layer_idx`` of the module that called.
         num_heads, num_kv_heads: of the whole model.
         head_dim: of queries and keys; values are padded to it.
         value_dim: of values.
@@ -18,7 +17,6 @@ class AttentionFacts:
         chunk: a query sees the positions from the last multiple of it on; 0: all.
     """
 
-    layer: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -40,8 +38,13 @@ class CapturedFacts:
         config: the library's configuration, as JSON with sorted keys.
         library: name and version of the library, whose code the model is.
         attention: of every call of the attention interface, in the order of the calls.
+        untied: names of parameters that the configuration ties to others, and the checkpoint does
+            not.
+        siblings: names of linear layers that are merged, a group each.
     """
 
     config: str
     library: str
-    attention: tuple[AttentionFacts, ...]
+    attention: tuple[AttentionFacts, ...] = ()
+    untied: tuple[str, ...] = ()
+    siblings: tuple[tuple[str, ...], ...] = ()

@@ -7,7 +7,7 @@ function of the same name what the function may see.  A mask is data here, ``Mas
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ... import ops
-from ...config import UserError
 from ..attention import AttentionInputs
 from .facts import AttentionFacts
 
@@ -28,10 +28,29 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Mask:
-    """What a query sees of the positions up to its own: all, a window or a chunk of them."""
+    """What a query sees of the positions up to its own: all, a window or a chunk of them.
+
+    ``refused`` names a kind that the engine lacks; only the attention that is called with it is
+    refused, since models also make masks that they do not use.
+    """
 
     window: int = 0
     chunk: int = 0
+    refused: str = ""
+
+    def __getattr__(self, name: str) -> Any:
+        raise Refused(_WRITTEN_OUT)
+
+    def _written_out(self, *others: Any) -> Any:
+        raise Refused(_WRITTEN_OUT)
+
+    __getitem__ = __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = _written_out
+
+
+_WRITTEN_OUT = (
+    "its attention does not go through the library's attention interface: it computes with the "
+    "mask itself"
+)
 
 
 class Attend(Protocol):
@@ -66,8 +85,9 @@ def attending(attend: Attend) -> Iterator[None]:
 class Recorder:
     """Records what a model asks of attention; its results are empty."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_call: Callable[[], None]) -> None:
         self.calls: list[AttentionFacts] = []
+        self._on_call = on_call
 
     def __call__(
         self,
@@ -79,21 +99,20 @@ class Recorder:
         soft_cap: float,
         sinks: Tensor | None,
     ) -> Tensor:
-        if any(call.layer == facts.layer for call in self.calls):
-            raise Refused(f"layer {facts.layer} calls attention twice; a layer has one KV cache")
         self.calls.append(facts)
+        self._on_call()
         return torch.empty_like(q)
 
 
-@dataclass(frozen=True)
+@dataclass
 class PagedAttention:
-    """Attention over the paged KV caches of one step; a layer's cache is that of its call's place
-    in ``layers``."""
+    """Attention over the paged KV caches of one step: one for each call, in the order of the calls.
+    ``groups`` has the number of each one's cache group."""
 
     inputs: AttentionInputs
     kv_caches: list[Tensor]
-    layers: dict[int, int]
-    groups: tuple[int, ...]
+    groups: Sequence[int]
+    calls: int = 0
 
     def __call__(
         self,
@@ -105,8 +124,8 @@ class PagedAttention:
         soft_cap: float,
         sinks: Tensor | None,
     ) -> Tensor:
-        place = self.layers[facts.layer]
-        kv_cache, cache = self.kv_caches[place], self.inputs.groups[self.groups[place]]
+        kv_cache, cache = self.kv_caches[self.calls], self.inputs.groups[self.groups[self.calls]]
+        self.calls += 1
         ops.kv_store(k, v, kv_cache, cache.slot_mapping, None)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         ops.paged_attention(
@@ -119,11 +138,18 @@ class PagedAttention:
             scale,
             facts.window,
             soft_cap,
+            None,
+            None,
+            sinks,
+            facts.chunk,
         )
         return out
 
 
-_PASSED_ON = ("position_ids", "use_cache", "output_attentions", "cache_position", "is_causal")
+_PASSED_ON = (
+    *("position_ids", "use_cache", "output_attentions", "cache_position", "is_causal"),
+    "logits_to_keep",
+)
 """Arguments that models hand to attention and that say nothing of its result, as far as masks and
 positions are those of a step."""
 
@@ -158,7 +184,6 @@ def attention(
             "queries, keys and values; values may be narrower, keys may not differ"
         )
     facts = AttentionFacts(
-        layer=_layer_of(module),
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
         head_dim=width,
@@ -179,18 +204,13 @@ def _says(value: Any) -> bool:
     return value is not None and value is not False
 
 
-def _layer_of(module: nn.Module) -> int:
-    layer = getattr(module, "layer_idx", None)
-    if not isinstance(layer, int):
-        raise Refused(f"{type(module).__name__} calls attention and has no layer_idx")
-    return layer
-
-
 def _mask_of(module: nn.Module, mask: Any) -> Mask:
     if mask is None:
         if not getattr(module, "is_causal", True):
             raise Refused(f"{type(module).__name__} looks at later positions too (no causal mask)")
         return Mask()
+    if isinstance(mask, Mask) and mask.refused:
+        raise Refused(f"its attention has a mask of kind {mask.refused}, which is not supported")
     if not isinstance(mask, Mask):
         raise Refused(
             f"{type(module).__name__} calls attention with a mask of its own making, a "
@@ -213,10 +233,8 @@ def make_mask(*, mask_function: Any, **others: Any) -> Mask:
         elif name == "chunked_overlay":
             chunk = _least(chunk, int(held["chunk_size"]))
         else:
-            raise Refused(f"its attention has a mask of kind {name}, which is not supported")
-    if not causal:
-        raise Refused("its attention looks at later positions too (no causal mask)")
-    return Mask(window, chunk)
+            return Mask(refused=name)
+    return Mask(window, chunk, "" if causal else "bidirectional")
 
 
 def _least(one: int, other: int) -> int:
@@ -271,17 +289,61 @@ def register() -> None:
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts)
 
 
-def no_cache() -> Any:
-    """A cache for a model's forward that keeps nothing: what a layer gives it comes back.  The
-    library asks a cache, and not the positions, how many tokens came before."""
+class _Earlier(int):
+    """How many tokens came before: a number of its own for each token, and 0 for what measures
+    tensors by it, as all of them are of this step."""
+
+    each: Tensor
+
+    @classmethod
+    def of(cls, positions: Tensor) -> _Earlier:
+        made = cls(0)
+        made.each = positions - torch.arange(positions.shape[0], device=positions.device)
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        values = [arg.each if isinstance(arg, cls) else arg for arg in args]
+        return function(*values, **(kwargs or {}))
+
+
+class Positions(TorchFunctionMode):
+    """Lets ``torch.arange`` that starts at the number of earlier tokens give their positions."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        how = kwargs or {}
+        if function is torch.arange and args and isinstance(args[0], _Earlier):
+            earlier, stop, *rest = args
+            return earlier.each + function(int(earlier), stop, *rest, **how)
+        return function(*args, **how)
+
+
+def no_cache(positions: Tensor) -> Any:
+    """A cache for a model's forward that keeps nothing: what a layer gives it comes back.
+
+    Args:
+        positions: [num_tokens].  The number of earlier tokens, to which models add 0, 1, 2, ... for
+            positions, is one for each token here.
+    """
     from transformers.cache_utils import Cache
 
-    class NoCache(Cache):  # type: ignore[misc]
+    class NoCache(Cache):
         def __init__(self) -> None:
             super().__init__(layers=[])
 
-        def update(self, key: Tensor, value: Tensor, *rest: Any, **how: Any) -> Any:
-            return key, value
+        def update(
+            self,
+            key_states: Tensor,
+            value_states: Tensor,
+            layer_idx: int,
+            *args: Any,
+            **kwargs: Any,
+        ) -> tuple[Tensor, Tensor]:
+            return key_states, value_states
 
         def refuse(self, *rest: Any, **how: Any) -> Any:
             raise Refused("it has recurrent layers, whose states the engine does not keep yet")
@@ -299,18 +361,12 @@ def no_cache() -> Any:
             return getattr(query_length, "shape", [query_length])[0], 0
 
         def get_seq_length(self, layer_idx: int = 0) -> int:
-            return 0
+            return _Earlier.of(positions)
 
         def __len__(self) -> int:
             return 0
 
+        def __getattr__(self, name: str) -> Any:
+            raise Refused(f"it asks its cache for {name}, which the engine's has not")
+
     return NoCache()
-
-
-def refusal(error: BaseException) -> UserError | None:
-    """What a refusal inside a model's forward says, as the error of a user; None for others."""
-    while error is not None:
-        if isinstance(error, Refused):
-            return UserError(str(error))
-        error = error.__cause__  # type: ignore[assignment]
-    return None

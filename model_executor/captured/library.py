@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...config import UserError
+from .facts import CapturedFacts
 
 NAME = "fusewright"
 """The implementation of attention, masks and experts that models are built with."""
@@ -45,9 +46,10 @@ def read_config(path: Path, values: Mapping[str, Any], architecture: str) -> Any
 
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        own = "; it is custom code (auto_map), which is never run" if values.get("auto_map") else ""
         raise UserError(
-            f"{path}: {architecture!r} has no adapter, and its model_type {kind!r} is unknown to "
-            f"{library}; a model is captured from the library's own implementation"
+            f"{path}: architecture {architecture!r} is not supported: it has no adapter, and its "
+            f"model_type {kind!r} is unknown to {library}{own}"
         )
     try:
         return CONFIG_MAPPING[kind].from_dict(dict(values))
@@ -60,35 +62,56 @@ def canonical(config: Any) -> str:
     return json.dumps(config.to_dict(), sort_keys=True, default=str)
 
 
-def build(config_json: str, dtype: torch.dtype) -> nn.Module:
+def config_of(facts: CapturedFacts) -> Any:
+    """The library's configuration object of a captured model."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    values = json.loads(facts.config)
+    return CONFIG_MAPPING[values["model_type"]].from_dict(values)
+
+
+def build(facts: CapturedFacts, dtype: torch.dtype) -> nn.Module:
     """A causal language model without weights: parameters and persistent buffers are on the meta
-    device; buffers that no checkpoint has are computed, on the CPU.
+    device; buffers that no checkpoint has are computed, on the CPU.  Tied parameters that a
+    checkpoint has apart are apart.
 
     Raises:
         UserError: the library has no such causal language model, or cannot build it.
     """
     library = version()
     from transformers import AutoModelForCausalLM
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    from .checkpoint_map import dtypes_of, separate
     from .interfaces import register
 
     register()
-    values = json.loads(config_json)
-    config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    config = config_of(facts)
     try:
         with torch.device("meta"), _quiet():
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, attn_implementation=NAME, dtype=dtype
+            )
             _compute_buffers(model)
+            for name in facts.untied:
+                separate(model, name)
+            for name, kept in dtypes_of(model, dtype).items():
+                _set_dtype(model, name, kept)
     except Exception as error:
         raise UserError(
-            f"{library} cannot build {values['model_type']!r} as a causal language model: "
+            f"{library} cannot build {config.model_type!r} as a causal language model: "
             f"{first_line(error)}"
         ) from error
     for module in model.modules():
         if hasattr(module, "config"):  # its setter knows the library's own names alone
             module.config._experts_implementation = NAME
     return model.eval()  # type: ignore[no-any-return]
+
+
+def _set_dtype(model: nn.Module, name: str, dtype: torch.dtype) -> None:
+    parent, _, kind = name.rpartition(".")
+    tensor = getattr(model.get_submodule(parent), kind)
+    if tensor.dtype != dtype:
+        tensor.data = torch.empty_like(tensor, dtype=dtype)
 
 
 def _compute_buffers(model: Any) -> None:
@@ -115,7 +138,7 @@ def _quiet() -> Iterator[None]:
     from transformers.utils import logging
 
     before = logging.get_verbosity()
-    logging.set_verbosity_error()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
@@ -126,8 +149,3 @@ def first_line(error: BaseException) -> str:
     """The first line of an error's text, or its class."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
-
-
-def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name; tied ones once."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -10,11 +11,11 @@ from torch import Tensor, nn
 from ... import ops
 from ..attention import AttentionInputs
 from ..layers import Linear
-from ..sharding import Part, ShardRule
 from ..spec import ModelSpec
 from .facts import CapturedFacts
-from .interfaces import Attend, PagedAttention, attending, no_cache
+from .interfaces import Attend, PagedAttention, Positions, attending, no_cache
 from .library import build
+from .linears import replace_linears
 
 
 class CapturedModel(nn.Module):
@@ -30,14 +31,14 @@ class CapturedModel(nn.Module):
         assert spec.captured is not None
         self.spec = spec
         self.facts: CapturedFacts = spec.captured
-        self.library = build(self.facts.config, spec.dtype)
-        replace_linears(self.library)
-        self.head = self.library.get_output_embeddings()  # type: ignore[operator]
+        self.library = build(self.facts, spec.dtype)
+        replace_linears(self.library, self.facts.siblings)
 
     def gathered(self) -> list[Tensor]:
         """The tensors of which a step reads a few rows alone."""
         embedding = self.library.get_input_embeddings().weight  # type: ignore[operator]
-        return [] if embedding is self.head.weight else [embedding]
+        head = self.library.get_output_embeddings()  # type: ignore[operator]
+        return [] if embedding is head.weight else [embedding]
 
     def forward(
         self,
@@ -48,9 +49,8 @@ class CapturedModel(nn.Module):
     ) -> Tensor:
         """One step, as of ``DecoderModel``: logits of each sequence's last token."""
         spec = self.spec
-        layers = {call.layer: place for place, call in enumerate(self.facts.attention)}
-        groups = tuple(spec.cache_group(place) for place in range(spec.num_layers))
-        attend = PagedAttention(attention, kv_caches, layers, groups)
+        groups = [spec.cache_group(call) for call in range(spec.num_layers)]
+        attend = PagedAttention(attention, kv_caches, groups)
         # Bounds that show in the graph: what is computed of positions alone becomes a table.
         positions = positions.clamp(0, spec.max_position_embeddings - 1)
         return run(self.library, inputs, positions, attend, attention.query_start_loc)
@@ -77,16 +77,17 @@ def run(
 
     def last(module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
         # Ahead of the head: it is the largest matrix, and most tokens of a prefill need no logits.
+        assert query_start_loc is not None
         return (ops.gather_last_token(args[0][0], query_start_loc)[None],)
 
     hook = None if query_start_loc is None else head.register_forward_pre_hook(last)
     try:
-        with attending(attend):
+        with attending(attend), Positions():
             out = model(
                 input_ids=ids[None],
-                position_ids=positions[None],
-                past_key_values=no_cache(),
+                past_key_values=no_cache(positions),
                 use_cache=False,
+                **position_arguments(model, positions),
             )
     finally:
         if hook is not None:
@@ -94,24 +95,11 @@ def run(
     return out.logits[0]  # type: ignore[no-any-return]
 
 
-def replace_linears(model: nn.Module) -> None:
-    """Put our linear layers in the place of the library's, but for the head, which shares its
-    weight with the embedding where a configuration says so."""
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and child is not head:
-                setattr(module, name, _like(child))
-
-
-def _like(linear: nn.Linear) -> Linear:
-    rule = ShardRule(0, (Part("", linear.out_features, 1),), split=False)
-    made = Linear(linear.in_features, linear.out_features, rule, bias=linear.bias is not None)
-    for kind in ("weight", "bias"):
-        if (tensor := getattr(made, kind)) is not None:
-            tensor.data = torch.empty_like(tensor, dtype=getattr(linear, kind).dtype)
-    made.in_features, made.out_features = linear.in_features, linear.out_features  # type: ignore[assignment]
-    return made
+def position_arguments(model: nn.Module, positions: Tensor) -> dict[str, Tensor]:
+    """What says the positions of tokens to a model's forward; empty if it counts them itself."""
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    takes = any(p.name == "position_ids" or p.kind is p.VAR_KEYWORD for p in parameters)
+    return {"position_ids": positions[None]} if takes else {}
 
 
 def fill_captured(model: CapturedModel, seed: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +12,19 @@ from torch import nn
 
 from ...config import UserError
 from ...config.rope import RopeParameters
+from ..checkpoint import read_headers
 from ..hf_json import HfConfig
 from ..spec import ModelSpec
-from .facts import AttentionFacts, CapturedFacts
+from .checkpoint_map import untie
+from .facts import CapturedFacts
 from .interfaces import Recorder, Refused
 from .library import build, canonical, first_line, read_config, version
+from .linears import Siblings
 from .model import run
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_NUM_TOKENS = 7
+_NUM_TOKENS = 8191
+"""No size of a model is this one, so a tensor of tokens by tokens shows."""
 
 
 def captured_spec(config: HfConfig, architecture: str) -> ModelSpec:
@@ -29,17 +35,28 @@ def captured_spec(config: HfConfig, architecture: str) -> ModelSpec:
             what, and where.
     """
     path, values = config.path, config.values
-    if values.get("auto_map"):
+    if values.get("quantization_config"):
         raise UserError(
-            f"{path}: {architecture!r} comes with code of its own (auto_map), which is not run; "
-            "use a model that transformers has itself"
+            f"{path}: {architecture!r} is quantized (quantization_config), which is read only for "
+            "architectures with an adapter yet; use the model's unquantized weights"
         )
     read = read_config(path, values, architecture)
-    if getattr(read, "is_encoder_decoder", False):
-        raise UserError(f"{path}: {architecture!r} has an encoder and a decoder, expected a decoder")
+    return spec_of(read, str(path), architecture, path.parent)
+
+
+def spec_of(read: Any, what: str, architecture: str, folder: Path | None = None) -> ModelSpec:
+    """The spec of a configuration of the library; errors are those of ``captured_spec``.
+
+    Args:
+        folder: where the checkpoint is, if there is one, which may have tied weights apart.
+    """
+    what = f"{what}: {architecture!r}"
     dtype_name = _dtype_name(read)
     text = canonical(read)
-    calls, vocab_size = probe(build(text, _DTYPES[dtype_name]), f"{path}: {architecture!r}")
+    facts = CapturedFacts(text, version())
+    notes = {} if folder is None else _untied(facts, folder)
+    facts, vocab_size = probe(replace(facts, untied=tuple(notes)), dtype_name, what)
+    calls = facts.attention
     shape = read.get_text_config(decoder=True)
     first = calls[0]
     return ModelSpec(
@@ -51,7 +68,7 @@ def captured_spec(config: HfConfig, architecture: str) -> ModelSpec:
         num_kv_heads=first.num_kv_heads,
         head_dim=first.head_dim,
         vocab_size=vocab_size,
-        max_position_embeddings=_max_positions(path, shape),
+        max_position_embeddings=_max_positions(what, shape),
         rms_norm_eps=0.0,
         rope=RopeParameters(),
         hidden_act="",
@@ -62,24 +79,36 @@ def captured_spec(config: HfConfig, architecture: str) -> ModelSpec:
         qk_norm=False,
         sliding_windows=tuple(call.reach for call in calls),
         dtype_name=dtype_name,
-        captured=CapturedFacts(text, version(), tuple(calls)),
+        captured=facts,
+        notes=tuple(notes.values()),
     )
 
 
-def probe(model: nn.Module, what: str) -> tuple[list[AttentionFacts], int]:
-    """Run a model on tensors without data, and return its calls of attention and the number of
-    logits.
+@lru_cache(maxsize=4)
+def probe(facts: CapturedFacts, dtype_name: str, what: str) -> tuple[CapturedFacts, int]:
+    """Run a model on tensors without data, and return what was seen of it and the number of its
+    logits.  A start asks twice: when its options are checked, and when it begins.
 
     Raises:
         UserError: it asks for what the engine does not have, or does not call attention.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    recorder = Recorder()
+    model = build(facts, _DTYPES[dtype_name])
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UserError(f"{what} has an encoder and a decoder, expected a decoder alone")
+    siblings = Siblings(model)
+
+    def on_call() -> None:
+        siblings.calls += 1
+
+    recorder = Recorder(on_call)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.inference_mode():
-            fakes = {name: mode.from_tensor(t) if not t.is_meta else _fake(t)
-                     for name, t in [*model.named_parameters(), *model.named_buffers()]}
+            fakes = {
+                name: mode.from_tensor(t) if not t.is_meta else _fake(t)
+                for name, t in [*model.named_parameters(), *model.named_buffers()]
+            }
             ids = torch.zeros(_NUM_TOKENS, dtype=torch.int32)
             positions = torch.arange(_NUM_TOKENS, dtype=torch.int32)
             called = _Functional(model, fakes)
@@ -91,7 +120,8 @@ def probe(model: nn.Module, what: str) -> tuple[list[AttentionFacts], int]:
             f"{what} cannot be captured: its attention does not go through the library's attention "
             "interface"
         )
-    return recorder.calls, int(logits.shape[-1])
+    seen = replace(facts, attention=tuple(recorder.calls), siblings=siblings.found())
+    return seen, int(logits.shape[-1])
 
 
 class _Functional(nn.Module):
@@ -128,6 +158,16 @@ def why(error: BaseException) -> str:
     return f"{first_line(error)}{place}"
 
 
+def _untied(facts: CapturedFacts, folder: Path) -> dict[str, str]:
+    """``untie`` by a folder's checkpoint.  Without a readable one nothing is apart: the loader
+    refuses that, if weights are read at all."""
+    try:
+        found = read_headers(folder)
+    except UserError:
+        return {}
+    return untie(build(facts, torch.float32), found)
+
+
 def _dtype_name(config: Any) -> str:
     dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     name = str(dtype).removeprefix("torch.")
@@ -139,8 +179,8 @@ def _number(config: Any, name: str) -> int | None:
     return value if isinstance(value, int) and value > 0 else None
 
 
-def _max_positions(path: Path, config: Any) -> int:
+def _max_positions(what: str, config: Any) -> int:
     most = _number(config, "max_position_embeddings")
     if most is None:
-        raise UserError(f"{path} has no max_position_embeddings; give the model's complete config")
+        raise UserError(f"{what} has no max_position_embeddings; give the model's complete config")
     return most

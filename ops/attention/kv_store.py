@@ -148,6 +148,8 @@ def _cases(draw: Draw) -> Iterator[Case]:
     yield call("one token", 1, 2, 64, 3, 16, 0)
     yield call("GQA", 9, 8, 128, 4, 8, 0)
     yield call("half padding", 24, 3, 80, 5, 16, 12)
+    yield call("head 96, many tokens", 70, 3, 96, 9, 16, 2)
+    yield call("head 512", 5, 1, 512, 2, 16, 1)
     yield call("all slots taken", 96, 1, 64, 3, 32, 0)
     yield call("all padding", 5, 2, 64, 2, 8, 5)
     yield call("no tokens", 0, 2, 64, 2, 8, 0)

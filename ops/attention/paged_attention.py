@@ -20,7 +20,8 @@ from ..core.float8 import E4M3, to_e4m3, why_no_e4m3
 from ..core.launch import Launch, Launches
 from ..core.op import Implementation, SemanticOp, definition, dispatched, on_cpu, triton
 from ..launches import paged_attention as kernels
-from ..launches.paged_attention import AttentionArgs
+from ..launches.paged_attention import AttentionArgs, first_seen
+from ..launches.paged_attention_plan import MAX_HEAD_DIM, most_heads_of_a_group
 from .kv_store import check_kv_scale
 from .paged_attention_cases import cases
 from .paged_attention_cuda import by_cuda
@@ -42,12 +43,15 @@ def paged_attention(
     soft_cap: float,
     kv_scale: Tensor | None = None,
     out_scale: Tensor | None = None,
+    sinks: Tensor | None = None,
+    chunk: int = 0,
 ) -> None:
     """Softmax attention of each query over its sequence's cached positions up to its own.
 
     Paging as in PagedAttention (Kwon et al., 2023, section 4.1); soft cap as in Gemma 2 (2024,
-    section 2).  Query i of sequence s stands at position seq_lens[s] - query_len[s] + i.  A NaN in
-    a query, or in a key or value that it sees, is in its result.
+    section 2); sinks as in StreamingLLM's zero sink (Xiao et al., 2023, section 3.3), but learned,
+    and chunks as in Llama 4.  Query i of sequence s stands at position seq_lens[s] - query_len[s] +
+    i.  A NaN in a query, or in a key or value that it sees, is in its result.
 
     On a GPU the kernel launched right before may still be writing q and the slots of this step's
     queries, but nothing else of what this op reads: csrc reads that before it waits.
@@ -71,43 +75,51 @@ def paged_attention(
             V; None: 1.
         out_scale: [1, 1] float32: ``out`` is the result / out_scale, rounded once, saturated at
             +-448.
+        sinks: [num_heads] in float32 or q's dtype: a logit of each head, neither scaled nor capped,
+            that takes its share of the softmax and has no value; None: no such logit.
+        chunk: a query at position p sees none before floor(p / chunk) * chunk; 0 = no chunks.  With
+            a sliding window it sees what both let it see.
 
     Raises:
-        ValueError: dtypes and scales disagree.
+        ValueError: dtypes and scales disagree, or a window or a chunk is negative.
     """
-    _check(q, kv_cache, out, kv_scale, out_scale)
+    call = AttentionArgs(
+        q, kv_cache, block_table, seq_lens, query_start_loc, out, scale, sliding_window, soft_cap,
+        kv_scale, out_scale, sinks, chunk
+    )  # fmt: skip
+    _check(call)
     _, num_heads, head_dim = q.shape
     kv_heads = kv_cache.shape[3]
-    found = _sequences(kv_cache, block_table, seq_lens, query_start_loc, sliding_window)
-    for span, first_key, k_GKD, v_GKD in found:
+    for span, queries, keys, k_GKD, v_GKD in _sequences(call):
         k_GKD, v_GKD = _values(k_GKD, v_GKD, kv_scale)
-        num_queries, num_keys = span.stop - span.start, k_GKD.shape[1]
-        step = max(1, _MAX_LOGITS // (num_heads * num_keys))
-        for begin in range(0, num_queries, step):
-            rows = range(begin, min(begin + step, num_queries))
-            here = slice(span.start + rows.start, span.start + rows.stop)
-            q_QGHD = q[here].float().view(len(rows), kv_heads, -1, head_dim)
+        step = max(1, _MAX_LOGITS // (num_heads * len(keys)))
+        for begin in range(0, len(queries), step):
+            some = queries[begin : begin + step]
+            here = slice(span.start + begin, span.start + begin + len(some))
+            q_QGHD = q[here].float().view(len(some), kv_heads, -1, head_dim)
             logits_GQHK = torch.einsum("QGHD,GKD->GQHK", q_QGHD, k_GKD) * scale
             if soft_cap > 0:
                 logits_GQHK = soft_cap * torch.tanh(logits_GQHK / soft_cap)
-            visible_QK = _visible(rows, first_key, num_keys, sliding_window, q.device)
+            visible_QK = _visible(call, some, keys)
             logits_GQHK = logits_GQHK.masked_fill(~visible_QK[None, :, None, :], float("-inf"))
-            weights_GQHK = torch.softmax(logits_GQHK, -1)
+            if sinks is not None:
+                sinks_GQH1 = sinks.float().view(kv_heads, 1, -1, 1).expand(-1, len(some), -1, -1)
+                logits_GQHK = torch.cat((logits_GQHK, sinks_GQH1), -1)
+            weights_GQHK = torch.softmax(logits_GQHK, -1)[..., : len(keys)]
             result_QGHD = torch.einsum("GQHK,GKD->QGHD", weights_GQHK, v_GKD)
-            result = result_QGHD.reshape(len(rows), num_heads, head_dim)
+            result = result_QGHD.reshape(len(some), num_heads, head_dim)
             out[here] = result if out_scale is None else to_e4m3(result, out_scale)
 
 
 _reference = definition(paged_attention)
 
 
-def _check(
-    q: Tensor, kv_cache: Tensor, out: Tensor, kv_scale: Tensor | None, out_scale: Tensor | None
-) -> None:
-    """Refuse dtypes and scales that disagree: a kernel would read other numbers."""
+def _check(call: AttentionArgs) -> None:
+    """Refuse arguments that disagree: a kernel would read other numbers."""
+    q, kv_cache, out, out_scale, sinks = call.q, call.kv_cache, call.out, call.out_scale, call.sinks
     if kv_cache.dtype not in (q.dtype, E4M3):
         raise ValueError(f"q is {q.dtype}, kv_cache {kv_cache.dtype}: expected the same or {E4M3}")
-    check_kv_scale(kv_cache, kv_scale)
+    check_kv_scale(kv_cache, call.kv_scale)
     expected = q.dtype if out_scale is None else E4M3
     if out.dtype != expected:
         given = "without" if out_scale is None else "with"
@@ -116,32 +128,38 @@ def _check(
         raise ValueError(
             f"out_scale is {out_scale.dtype} {list(out_scale.shape)}, expected float32 [1, 1]"
         )
+    if sinks is not None:
+        dtypes = dict.fromkeys((torch.float32, q.dtype))
+        if sinks.shape != q.shape[1:2] or sinks.dtype not in dtypes or not sinks.is_contiguous():
+            raise ValueError(
+                f"sinks is {sinks.dtype} {list(sinks.shape)}, expected "
+                f"{' or '.join(map(str, dtypes))} [{q.shape[1]}]: a logit for each head"
+            )
+    for name, value in (("sliding_window", call.sliding_window), ("chunk", call.chunk)):
+        if value < 0:
+            raise ValueError(f"{name} is {value}, expected a number of positions, or 0 for all")
 
 
-def _sequences(
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    sliding_window: int,
-) -> Iterator[tuple[slice, int, Tensor, Tensor]]:
-    """(rows of q, position of the first key relative to the first query, K, V) a sequence.
+def _sequences(call: AttentionArgs) -> Iterator[tuple[slice, range, range, Tensor, Tensor]]:
+    """(rows of q, their positions, positions of the keys, K, V) a sequence.
 
     K and V are GKD, exactly the keys that some query sees.
     """
+    kv_cache, block_table = call.kv_cache, call.block_table
     block_size = kv_cache.shape[2]
-    starts, contexts = query_start_loc.tolist(), seq_lens.tolist()
+    starts, contexts = call.query_start_loc.tolist(), call.seq_lens.tolist()
     for s, context in enumerate(contexts):
         start, stop = starts[s], starts[s + 1]
         if context == 0 or start == stop:
             continue
         first_query = context - (stop - start)
-        first_key = max(0, first_query - sliding_window + 1) if sliding_window > 0 else 0
+        first_key = first_seen(first_query, call.sliding_window, call.chunk)
         first_block = first_key // block_size
         blocks = kv_cache[block_table[s, first_block : -(-context // block_size)].long()]
         keys = slice(first_key - first_block * block_size, context - first_block * block_size)
         k_GKD, v_GKD = (t.flatten(0, 1)[keys].transpose(0, 1) for t in blocks.unbind(1))
-        yield slice(start, stop), first_key - first_query, k_GKD, v_GKD
+        positions = range(first_query, context), range(first_key, context)
+        yield slice(start, stop), *positions, k_GKD, v_GKD
 
 
 def _values(k_GKD: Tensor, v_GKD: Tensor, kv_scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -153,34 +171,34 @@ def _values(k_GKD: Tensor, v_GKD: Tensor, kv_scale: Tensor | None) -> tuple[Tens
     return k_GKD * k_scale, v_GKD * v_scale
 
 
-def _visible(
-    rows: range, first_key: int, num_keys: int, sliding_window: int, device: torch.device
-) -> Tensor:
-    """QK bool; positions are relative to the sequence's first query."""
-    query = torch.arange(rows.start, rows.stop, device=device)[:, None]
-    key = torch.arange(first_key, first_key + num_keys, device=device)[None, :]
+def _visible(call: AttentionArgs, queries: range, keys: range) -> Tensor:
+    """QK bool, of positions."""
+    query = torch.arange(queries.start, queries.stop, device=call.q.device)[:, None]
+    key = torch.arange(keys.start, keys.stop, device=call.q.device)[None, :]
     visible = key <= query
-    if sliding_window > 0:
-        visible &= key > query - sliding_window
+    if call.sliding_window > 0:
+        visible &= key > query - call.sliding_window
+    if call.chunk > 0:
+        visible &= key >= query - query % call.chunk
     return visible
 
 
 def _native(*args: Any) -> None:
-    """PyTorch's own attention, one sequence at a time; it knows no soft cap."""
+    """PyTorch's own attention, one sequence at a time; it knows neither a soft cap nor sinks."""
     _fake(*args)
     call = AttentionArgs(*args)
-    if call.soft_cap > 0:
+    if call.soft_cap > 0 or call.sinks is not None:
         _reference(*args)
         return
-    q, kv_cache, out, sliding_window = call.q, call.kv_cache, call.out, call.sliding_window
+    q, kv_cache, out = call.q, call.kv_cache, call.out
     gqa = q.shape[1] != kv_cache.shape[3]
-    found = _sequences(*call[1:5], sliding_window)
-    for span, first_key, k_GKD, v_GKD in found:
-        num_queries, num_keys = span.stop - span.start, k_GKD.shape[1]
-        whole = first_key == 0 and (sliding_window == 0 or sliding_window >= num_keys)
+    for span, queries, keys, k_GKD, v_GKD in _sequences(call):
+        # All queries see all keys up to their own, and the first key is that of the first query.
+        last_sees = first_seen(queries[-1], call.sliding_window, call.chunk)
+        whole = last_sees <= keys.start == queries.start
         mask = None
-        if num_queries > 1 and not whole:
-            mask = _visible(range(num_queries), first_key, num_keys, sliding_window, q.device)
+        if len(queries) > 1 and not whole:
+            mask = _visible(call, queries, keys)
         q_NQD = q[span].transpose(0, 1)
         if kv_cache.dtype != q.dtype:
             # float32: K and V times their scales would be rounded once more in q's dtype.
@@ -191,7 +209,7 @@ def _native(*args: Any) -> None:
             k_GKD[None],
             v_GKD[None],
             attn_mask=mask,
-            is_causal=whole and num_queries > 1,
+            is_causal=whole and len(queries) > 1,
             scale=call.scale,
             enable_gqa=gqa,
         )
@@ -204,8 +222,7 @@ def _native(*args: Any) -> None:
 
 
 def _fake(*args: Any) -> None:
-    call = AttentionArgs(*args)
-    _check(call.q, call.kv_cache, call.out, call.kv_scale, call.out_scale)
+    _check(AttentionArgs(*args))
 
 
 def _launches(*args: Any, invariant: bool = False) -> Launches[None]:
@@ -222,14 +239,17 @@ _invariant = partial(_launches, invariant=True)
 
 
 def _triton_supports(desc: OpDesc) -> str:
-    head_dim = desc["q"].shape[2]
+    _, num_heads, head_dim = desc["q"].shape
     _, _, block_size, kv_heads, _ = desc["kv_cache"].shape
-    if head_dim > 256 or head_dim % 8:
-        return f"head_dim {head_dim}: the kernels take multiples of 8 up to 256"
+    if head_dim > MAX_HEAD_DIM or head_dim % 8:
+        return f"head_dim {head_dim}: the kernels take multiples of 8 up to {MAX_HEAD_DIM}"
     if block_size > 256 or block_size & (block_size - 1):
         return f"block size {block_size}: the kernels take powers of two up to 256"
-    if desc["q"].shape[1] // kv_heads > 128:
-        return f"{desc['q'].shape[1]} heads share {kv_heads} KV heads: a group has at most 128"
+    if num_heads // kv_heads > (most := most_heads_of_a_group(head_dim)):
+        return (
+            f"{num_heads} heads share {kv_heads} KV heads: with head_dim {head_dim} a group has at"
+            f" most {most}"
+        )
     if desc["kv_cache"].dtype not in (desc["q"].dtype, E4M3):
         return f"KV cache is {desc['kv_cache'].dtype}, q is {desc['q'].dtype}"
     if reason := why_no_e4m3(desc, "kv_cache", "out"):
@@ -249,26 +269,24 @@ def _cost(desc: OpDesc) -> Cost:
     q, cache = desc["q"], desc["kv_cache"]
     _, num_heads, head_dim = q.shape
     kv_bytes = 2 * cache.shape[3] * head_dim * cache.dtype.itemsize
+    sinks = 0 if desc["sinks"] is None else desc["sinks"].nbytes
     return Cost(
-        bytes=q.nbytes + desc["out"].nbytes + context * kv_bytes,
+        bytes=q.nbytes + desc["out"].nbytes + context * kv_bytes + sinks,
         flops=4 * num_heads * head_dim * pairs,
     )
 
 
 def context_symbols(
-    query_lens: Sequence[int], seq_lens: Sequence[int], sliding_window: int = 0
+    query_lens: Sequence[int], seq_lens: Sequence[int], sliding_window: int = 0, chunk: int = 0
 ) -> dict[str, int]:
     """Values of the symbols in this op's cost for one batch: pass to ``expr.subs``."""
     tokens = pairs = 0
     for queries, context in zip(query_lens, seq_lens, strict=True):
-        if context == 0:
-            continue
-        reach = sliding_window if sliding_window > 0 else context
-        tokens += min(context, reach + queries - 1)
-        # Positions context - queries + 1 .. context see themselves and what is before, to reach.
-        short = min(max(reach - (context - queries), 0), queries)
-        pairs += sum(range(context - queries + 1, context - queries + short + 1))
-        pairs += (queries - short) * reach
+        positions = range(context - queries, context) if context else ()
+        sees = [p + 1 - first_seen(p, sliding_window, chunk) for p in positions]
+        # Queries are neighbours: beyond what the first sees, each adds its own position.
+        tokens += sees[0] + queries - 1 if sees else 0
+        pairs += sum(sees)
     return {"context_tokens": tokens, "query_context_pairs": pairs}
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..core.desc import Case
 from ..core.float8 import E4M3, E4M3_MAX, to_e4m3
+from ..launches.paged_attention import first_seen
 
 
 def batch(
@@ -21,13 +22,16 @@ def batch(
     block_size: int,
     *,
     window: int = 0,
+    chunk: int = 0,
     cap: float = 0.0,
     padding: int = 0,
     fp8: str = "",
+    sinks: torch.dtype | None = None,
 ) -> tuple[Any, ...]:
     """Arguments of one call; ``lengths``: (query, context) a sequence, ``heads``: q, KV, dim.
 
     ``fp8`` names what of it is FP8: "kv" without scales, "scaled kv", "out", or two of them.
+    ``sinks`` is their dtype.
     Every slot that no query may see is NaN or infinite, in FP8 NaN or 448, and unused table
     entries point nowhere.
     """
@@ -53,7 +57,7 @@ def batch(
     for s, (queries, context) in enumerate(lengths):
         table[s, : num_blocks[s]] = order[taken : taken + num_blocks[s]]
         taken += num_blocks[s]
-        first = max(0, context - queries - window + 1) if window > 0 else 0
+        first = first_seen(max(0, context - queries), window, chunk)
         slots = torch.arange(first, context, device=device)
         kv = randn(len(slots), 2, kv_heads, dim)
         if stored == E4M3:
@@ -64,6 +68,12 @@ def batch(
     q = randn(num_tokens, num_heads + 2 * kv_heads, dim)[:, :num_heads]
     starts = [sum(n for n, _ in lengths[:s]) for s in range(num_seqs + 1)]
     out_dtype = dtype if out_scale is None else E4M3
+    sink = None
+    if sinks is not None:
+        sink = (2 * torch.randn(num_heads, generator=gen, device=device)).to(sinks)
+        sink[0] = 6.0  # above all logits
+    # Left out where they have their defaults, as in a call's node.
+    last = () if sink is None and not chunk else (sink, chunk)
     return (
         q,
         cache,
@@ -76,6 +86,7 @@ def batch(
         cap,
         kv_scale,
         out_scale,
+        *last,
     )
 
 
@@ -84,6 +95,9 @@ def cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Ite
     decode = [(1, 33), (1, 300), (1, 0), (1, 17)]
     prefill, long = [(140, 140)], [(1, 700), (1, 0), (1, 300)]
     both = {"window": 20, "cap": 5.0}
+    in_chunks = {"window": 33, "chunk": 48, "cap": 5.0, "sinks": dtype}
+    last_chunk = {"chunk": 350, "sinks": torch.float32}  # it sees 300 positions, in two splits
+    fp8_sinks = {"fp8": "scaled kv, out", "sinks": dtype}
     # Few distinct shapes and options: each is a compilation for the sm_90 tests.
     shapes: list[tuple[str, Any, Any, int, dict[str, Any]]] = [
         ("mixed gqa", mixed, (8, 2, 64), 16, {"padding": 3}),
@@ -107,6 +121,13 @@ def cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Ite
         ("prefill, fp8 out", prefill, (8, 2, 128), 16, {"fp8": "out"}),
         ("decode, fp8 kv, head 256", decode, (2, 1, 256), 32, {"fp8": "kv"}),
         ("long decodes, fp8 kv, scales, fp8 out", long, (8, 2, 128), 16, {"fp8": "scaled kv, out"}),
+        ("mixed, sinks, head 96", mixed, (4, 2, 96), 16, {"sinks": torch.float32}),
+        ("mixed, chunks, head 112", mixed, (4, 2, 112), 16, {"chunk": 20}),
+        ("mixed, head 512", [(3, 40), (1, 70)], (2, 1, 512), 16, {}),
+        ("prefill chunk, window in chunks, sinks", [(70, 170)], (8, 2, 64), 16, in_chunks),
+        ("decode, sinks, head 192", decode, (2, 1, 192), 16, {"sinks": dtype}),
+        ("one long decode, chunks, sinks", [(1, 1000)], (8, 2, 64), 16, last_chunk),
+        ("long decodes, sinks, fp8 kv, scales, fp8 out", long, (8, 2, 64), 16, fp8_sinks),
     ]
     for label, lengths, heads, block_size, options in shapes:
         yield Case(label, batch(dtype, device, gen, lengths, heads, block_size, **options))

@@ -73,7 +73,7 @@ def prefill(*args: Any) -> None:
 
 def decode(*args: Any) -> None:
     """The sequences with one query."""
-    torch.ops.fw_cuda.decode_attention.default(*AttentionArgs(*args))
+    torch.ops.fw_cuda.decode_attention.default(*AttentionArgs(*args)[:11])
 
 
 def _run(*args: Any, triton_prefill: Callable[..., None]) -> None:
@@ -117,6 +117,10 @@ def _supports(desc: OpDesc, triton_supports: Callable[[OpDesc], str]) -> str:
         return f"block size {block_size}: the kernel takes powers of two from 8 to 256"
     if num_heads // kv_heads > _MAX_GROUP:
         return f"{num_heads} heads share {kv_heads} KV heads: a group has at most {_MAX_GROUP}"
+    if desc["sinks"] is not None:
+        return "sinks: the kernel's softmax has none"
+    if desc["chunk"]:
+        return f"chunks of {desc['chunk']} positions: the kernel knows sliding windows alone"
     return triton_supports(desc)
 
 

@@ -16,6 +16,9 @@ from ..core.device_table import num_sms
 from ..core.launch import Launch, Launches
 from .paged_attention_plan import MAX_SEQS, AttentionPlan, plan
 
+# A window, or a chunk, of all positions.
+_ALL = 2**31 - 1
+
 
 def programs_at_once(device: torch.device) -> int:
     """Multiprocessors for which a plan is made."""
@@ -45,6 +48,8 @@ class AttentionArgs(NamedTuple):
     soft_cap: float
     kv_scale: Any = None
     out_scale: Any = None
+    sinks: Any = None
+    chunk: int = 0
 
     @property
     def is_decode(self) -> bool:
@@ -56,6 +61,12 @@ class AttentionArgs(NamedTuple):
         return not (len(self.q) and len(self.seq_lens))
 
 
+def first_seen(position: int, sliding_window: int, chunk: int) -> int:
+    """The first position that a query at ``position`` sees."""
+    first = max(0, position - sliding_window + 1) if sliding_window > 0 else 0
+    return max(first, position // chunk * chunk) if chunk > 0 else first
+
+
 @dataclass(frozen=True)
 class _KernelArgs:
     """The arguments that both kernels share."""
@@ -64,7 +75,7 @@ class _KernelArgs:
     tensors: dict[str, Tensor | int | None]
     numbers: dict[str, int | float]
     flags: dict[str, bool]
-    dynamic: tuple[str, ...] = ("num_seqs", "table_stride", "window")
+    dynamic: tuple[str, ...] = ("num_seqs", "table_stride", "window", "chunk")
 
 
 def _kernel_args(call: AttentionArgs, *, invariant: bool = False) -> _KernelArgs:
@@ -89,11 +100,13 @@ def _kernel_args(call: AttentionArgs, *, invariant: bool = False) -> _KernelArgs
         "out_ptr": out,
         "kv_scale_ptr": call.kv_scale,
         "out_scale_ptr": call.out_scale,
+        "sinks_ptr": call.sinks,
     }
     numbers = {
         "num_seqs": num_seqs,
         "scale": call.scale,
-        "window": call.sliding_window,
+        "window": call.sliding_window or _ALL,
+        "chunk": call.chunk or _ALL,
         "soft_cap": call.soft_cap,
     }
     made = plan(
@@ -109,7 +122,8 @@ def _kernel_args(call: AttentionArgs, *, invariant: bool = False) -> _KernelArgs
         programs_at_once(q.device),
         invariant,
     )
-    flags = {"HAS_WINDOW": call.sliding_window > 0, "HAS_CAP": call.soft_cap > 0}
+    has_window = call.sliding_window > 0 or call.chunk > 0
+    flags = {"HAS_WINDOW": has_window, "HAS_CAP": call.soft_cap > 0}
     return _KernelArgs(made, tensors, numbers, flags)
 
 

@@ -19,7 +19,11 @@ MAX_SEQS = 4096
 # Bounds the float32 scratch of split sequences: heads x head_dim x 4 bytes for each.
 MAX_PARTIALS = 8192
 
-DECODE_STAGES = 4
+MAX_HEAD_DIM = 512
+
+MOST_DECODE_STAGES = 4
+# What Triton needs of shared memory for exchanges between warps, at most.
+EXCHANGE_BYTES = 4608
 # Tokens of the shortest split; no tile is longer.
 MIN_SPLIT = 128
 # Short prompts have at most this many tokens on average, and at most eight times as many together.
@@ -27,6 +31,12 @@ MOST_SHORT_TOKENS = 512
 # At most 128 tokens a sequence on average and more than 1024 together are not short prompts, but
 # many decodes or very short prompts.
 FEW_TOKENS, MANY_TOGETHER = 128, 1024
+
+
+def most_heads_of_a_group(head_dim: int) -> int:
+    """Query heads that may share a KV head: a tile has a row for each, whose float32 sums, padded
+    to a power of two, fill the registers of 8 warps by half."""
+    return min(128, 32768 // max(16, next_power_of_2(head_dim)))
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,16 @@ def _max_splits(num_seqs: int, kv_heads: int, max_context: int) -> int:
     return max(1, min(fill_device, cdiv(max_context, MIN_SPLIT), MAX_PARTIALS // num_seqs))
 
 
+def _decode_stages(tile_bytes: int, q_bytes: int) -> tuple[int, int]:
+    """(stages of K and V, shared memory that they take with q, in bytes).  Of one stage K and V are
+    in registers."""
+    for stages in range(MOST_DECODE_STAGES, 1, -1):
+        shared_bytes = 2 * (stages - 1) * tile_bytes + q_bytes + EXCHANGE_BYTES
+        if shared_bytes <= HOPPER.shared_bytes:
+            break
+    return stages, shared_bytes
+
+
 def _prefill_tile(
     block_d: int,
     itemsize: int,
@@ -72,6 +92,8 @@ def _prefill_tile(
     group_rows = next_power_of_2(group)
     if itemsize == 4:
         return max(16, group_rows), 32 if block_d <= 64 else 16, 4, 2, 0
+    if block_d > 256:  # what 64 rows leave of registers and shared memory
+        return 64, 32, 8, 2, 0
     # Three stages, where shared memory has room, so that loads also overlap QK and softmax.
     stages = 3 if block_d <= 128 else 2
     if invariant:  # its rows are mostly those of decodes, its time that of their loads
@@ -125,23 +147,23 @@ def plan(
         "BLOCK_M": max(16, block_g),
         "BLOCK_N": block_n,
         "BLOCK_G": block_g,
-        "CHUNK": max(1, min(16, 4096 // (block_g * block_d))),
+        "MERGE_BLOCK": max(1, min(16, 4096 // (block_g * block_d))),
     }
     block_m, prefill_n, prefill_warps, stages, registers = _prefill_tile(
         block_d, itemsize, group, num_tokens, num_seqs, kv_heads, num_sms, kv_itemsize, invariant
     )
     tiles = min(num_tokens // (block_m // group) + num_seqs, num_tokens)
     warps = 4 if block_g <= 32 else 8
-    tile_bytes = block_n * block_d * kv_itemsize
-    shared_bytes = 2 * (DECODE_STAGES - 1) * tile_bytes + max(16, block_g) * block_d * itemsize
-    # As many programs as fit at once: by registers, 128 a thread, and by shared memory, where
-    # Triton needs some more for exchanges between warps.
-    persistent = max(1, min(16 // warps, HOPPER.shared_bytes // (shared_bytes + 4096))) * num_sms
+    decode_stages, shared_bytes = _decode_stages(
+        block_n * block_d * kv_itemsize, max(16, block_g) * block_d * itemsize
+    )
+    # As many programs as fit at once: by registers, 128 a thread, and by shared memory.
+    persistent = max(1, min(16 // warps, HOPPER.shared_bytes // shared_bytes)) * num_sms
     return AttentionPlan(
         decode_grid=(min(num_seqs * kv_heads * max_splits, persistent),),
         decode_constexprs=decode,
         decode_warps=warps,
-        decode_stages=DECODE_STAGES,
+        decode_stages=decode_stages,
         max_splits=max_splits,
         partial_rows=partial_rows,
         scratch_numel=max(1, partial_rows * (head_dim + 1)),

@@ -73,8 +73,11 @@ def paged_attention(call: Call) -> Expected:
     for s, context in enumerate(call["seq_lens"].tolist()):
         for token in range(starts[s], starts[s + 1]) if context else ():
             position = context - starts[s + 1] + token
-            window = call["sliding_window"]
-            seen = np.arange(max(0, position - window + 1) if window else 0, position + 1)
+            seen = np.arange(position + 1)
+            if call["sliding_window"]:
+                seen = seen[position - seen < call["sliding_window"]]
+            if call["chunk"]:
+                seen = seen[seen // call["chunk"] == position // call["chunk"]]
             found = cache[call["block_table"][s, seen // size], :, seen % size]
             for head in range(num_heads):
                 of = head * kv_heads // num_heads
@@ -82,8 +85,11 @@ def paged_attention(call: Call) -> Expected:
                 logits = (keys * q[token, head]).sum(-1) * call["scale"]
                 if call["soft_cap"] > 0:
                     logits = call["soft_cap"] * np.tanh(logits / call["soft_cap"])
-                weights = np.exp(logits - logits.max())
-                out[token, head] = (weights[:, None] * values).sum(0) / weights.sum()
+                sink = -np.inf if call["sinks"] is None else call["sinks"][head]
+                peak = max(logits.max(), sink)
+                weights = np.exp(logits - peak)
+                total = weights.sum() + np.exp(sink - peak)
+                out[token, head] = (weights[:, None] * values).sum(0) / total
                 if call["out_scale"] is not None:
                     out[token, head] = to_e4m3(out[token, head] / call["out_scale"][0, 0])
     return {"out": out}

@@ -53,6 +53,39 @@ def _scales(kv_scale_ptr, head, scale, KV_HEADS: tl.constexpr):
 
 
 @triton.jit
+def _first_seen(position, window, chunk):
+    """The first position that a query at ``position`` sees."""
+    return tl.maximum(tl.maximum(position - window + 1, position // chunk * chunk), 0)
+
+
+@triton.jit
+def _num_seen(seq_len, window, chunk, HAS_WINDOW: tl.constexpr):
+    """How many positions the last query of a sequence sees."""
+    if HAS_WINDOW:
+        return seq_len - _first_seen(seq_len - 1, window, chunk)
+    return seq_len
+
+
+@triton.jit
+def _softmax_start(sinks_ptr, head, live):
+    """The maximum, in units of log2, and the sum of a softmax that has seen no key yet: only the
+    sink of each query head, if there are sinks."""
+    row_max = tl.full(head.shape, _NO_MAX, dtype=tl.float32)
+    row_sum = tl.zeros(head.shape, dtype=tl.float32)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head, mask=live, other=float("-inf")).to(tl.float32) * _LOG2_E
+        row_max = tl.maximum(row_max, sink)
+        row_sum = tl.exp2(sink - row_max)
+    return row_max, row_sum
+
+
+@triton.jit
+def _by_column(row_sum, BLOCK_N: tl.constexpr):
+    """Sums apart by column, as ``_attend`` keeps them: what there is in the first."""
+    return tl.where(tl.arange(0, BLOCK_N)[None, :] == 0, row_sum[:, None], 0.0)
+
+
+@triton.jit
 def _store_rows(ptrs, result, out_scale_ptr, mask):
     """``result`` float32, saturated where ``out_scale_ptr`` is given and the rows are FP8."""
     if out_scale_ptr is not None:
@@ -86,8 +119,8 @@ def _load_rows(ptr, row, cols, valid, HEAD_DIM: tl.constexpr, MASKED: tl.constex
 
 @triton.jit
 def _attend(
-    acc, row_max, row_sum, q, query_pos, kv_ptr, table_ptr, head, begin, end, readable_begin,
-    scale, window, soft_cap, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    acc, row_max, row_sum, q, query_pos, first_seen, kv_ptr, table_ptr, head, begin, end,
+    readable_begin, scale, soft_cap, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
@@ -122,7 +155,7 @@ def _attend(
             if CAUSAL:
                 seen &= pos[None, :] <= query_pos[:, None]
                 if HAS_WINDOW:
-                    seen &= pos[None, :] > query_pos[:, None] - window
+                    seen &= pos[None, :] >= first_seen[:, None]
             logits = tl.where(seen, logits, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(logits, axis=1) * unit)
         p = tl.exp2(logits * unit - new_max[:, None])
@@ -148,7 +181,7 @@ def _combine(
     HEAD_DIM: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    CHUNK: tl.constexpr,
+    MERGE_BLOCK: tl.constexpr,
 ):
     """Merge the partial results of one (sequence, KV head), in the order of the splits."""
     rows = tl.arange(0, BLOCK_G)
@@ -156,8 +189,8 @@ def _combine(
     acc = tl.zeros([BLOCK_G, BLOCK_D], dtype=tl.float32)
     peak = tl.full([BLOCK_G], _NO_MAX, dtype=tl.float32)
     total = tl.zeros([BLOCK_G], dtype=tl.float32)
-    for first in range(0, num_splits, CHUNK):
-        split = first + tl.arange(0, CHUNK)
+    for first in range(0, num_splits, MERGE_BLOCK):
+        split = first + tl.arange(0, MERGE_BLOCK)
         row = split[:, None] * GROUP + rows[None, :]
         live = (split < num_splits)[:, None] & (rows < GROUP)[None, :]
         # .cg: other multiprocessors wrote these; their lines in this one's L1 would be stale.
@@ -205,10 +238,10 @@ def _split_span(read, share, max_splits, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.co
 @triton.jit
 def _decode_kernel(
     q: Rows, table: Rows, kv_ptr, seq_lens_ptr, query_start_ptr, out_ptr, kv_scale_ptr,
-    out_scale_ptr, scratch_ptr, counter_ptr, max_splits, partial_rows, num_seqs, scale, window,
-    soft_cap, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    out_scale_ptr, sinks_ptr, scratch_ptr, counter_ptr, max_splits, partial_rows, num_seqs, scale,
+    window, chunk, soft_cap, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, MIN_SPLIT: tl.constexpr, SEQS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, MERGE_BLOCK: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr,
     PROGRAMMATIC: tl.constexpr
 ):  # fmt: skip
@@ -220,8 +253,7 @@ def _decode_kernel(
     query_start = tl.load(query_start_ptr + index, mask=live, other=0)
     query_stop = tl.load(query_start_ptr + 1 + index, mask=live, other=0)
     reads = tl.load(seq_lens_ptr + index, mask=live, other=0)
-    if HAS_WINDOW:
-        reads = tl.minimum(reads, window)
+    reads = _num_seen(reads, window, chunk, HAS_WINDOW)
     reads = tl.where(query_stop - query_start == 1, reads, 0)
     share = _share(reads, KV_HEADS, MIN_SPLIT)
     units = tl.cdiv(reads, _split_span(reads, share, max_splits, MIN_SPLIT, BLOCK_N))
@@ -240,9 +272,7 @@ def _decode_kernel(
         split = unit - tl.max(tl.where(before, units_to_here, 0), axis=0)
         seq_len = tl.load(seq_lens_ptr + seq)
         token = tl.load(query_start_ptr + seq).to(tl.int64)
-        read = seq_len
-        if HAS_WINDOW:
-            read = tl.minimum(seq_len, window)
+        read = _num_seen(seq_len, window, chunk, HAS_WINDOW)
         span = _split_span(read, share, max_splits, MIN_SPLIT, BLOCK_N)
         num_splits = tl.cdiv(read, span)
         begin = seq_len - read + split * span
@@ -252,12 +282,15 @@ def _decode_kernel(
         q_row = q.ptr + token * q.stride + head * (GROUP * HEAD_DIM)
         query = tl.load(q_row + offsets, mask=row_mask, other=0.0)
         logit_scale, v_scale = _scales(kv_scale_ptr, head, scale, KV_HEADS)
+        # A sequence has its sinks once: in its first split, whose weight in the merge counts them.
+        row_max, row_sum = _softmax_start(
+            sinks_ptr, head * GROUP + rows, (rows < GROUP) & (split == 0)
+        )
         acc, row_max, row_sum = _attend(
-            tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32),
-            tl.full([BLOCK_M], _NO_MAX, dtype=tl.float32),
-            tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32), query, rows, kv_ptr,
-            table.ptr + seq.to(tl.int64) * table.stride, head, begin, end, begin, logit_scale,
-            window, soft_cap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, True, False, HAS_WINDOW,
+            tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32), row_max,
+            _by_column(row_sum, BLOCK_N), query, rows, rows,
+            kv_ptr, table.ptr + seq.to(tl.int64) * table.stride, head, begin, end, begin,
+            logit_scale, soft_cap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, True, False, HAS_WINDOW,
             HAS_CAP, PRECISION
         )  # fmt: skip
         row_sum = tl.sum(row_sum, axis=1)
@@ -279,7 +312,7 @@ def _decode_kernel(
             if arrived == num_splits - 1:
                 _combine(
                     out_row, partial_ptr, lse_ptr, out_scale_ptr, num_splits, GROUP, HEAD_DIM,
-                    BLOCK_G, BLOCK_D, CHUNK
+                    BLOCK_G, BLOCK_D, MERGE_BLOCK
                 )  # fmt: skip
                 tl.store(counter_ptr + pair, 0)
 
@@ -287,7 +320,7 @@ def _decode_kernel(
 @triton.jit
 def _prefill_kernel(
     q: Rows, table: Rows, kv_ptr, seq_lens_ptr, query_start_ptr, out_ptr, kv_scale_ptr,
-    out_scale_ptr, num_seqs, scale, window, soft_cap, KV_HEADS: tl.constexpr,
+    out_scale_ptr, sinks_ptr, num_seqs, scale, window, chunk, soft_cap, KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, SEQS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr, FEWEST: tl.constexpr, PRECISION: tl.constexpr, PROGRAMMATIC: tl.constexpr
@@ -325,32 +358,34 @@ def _prefill_kernel(
     query = first_query + rows // GROUP
     row_live = (query < query_len) & (rows < BLOCK_Q * GROUP)
     token = (start + query).to(tl.int64)
-    head_col = (head * GROUP + rows % GROUP) * HEAD_DIM
+    query_head = head * GROUP + rows % GROUP
+    head_col = query_head * HEAD_DIM
     q_rows = _load_rows(q.ptr, token * q.stride + head_col, cols, row_live, HEAD_DIM, True)
 
     query_pos = computed + query
     end = computed + tl.minimum(first_query + BLOCK_Q, query_len)
     readable_begin = 0
+    first_seen = query_pos
     if HAS_WINDOW:
-        readable_begin = tl.maximum(computed + first_query - window + 1, 0)
+        readable_begin = _first_seen(computed + first_query, window, chunk)
+        first_seen = _first_seen(query_pos, window, chunk)
     # A multiple of BLOCK_N: a query's tiles, and so its rounding, do not depend on the chunking.
     begin = readable_begin // BLOCK_N * BLOCK_N
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    row_max = tl.full([BLOCK_M], _NO_MAX, dtype=tl.float32)
-    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    row_max, row_sum = _softmax_start(sinks_ptr, query_head, row_live)
     table_ptr = table.ptr + seq.to(tl.int64) * table.stride
     if not HAS_WINDOW:
         all_see = (computed + first_query + 1) // BLOCK_N * BLOCK_N
         acc, row_max, row_sum = _attend(
-            acc, row_max, row_sum, q_rows, query_pos, kv_ptr, table_ptr, head, begin, all_see,
-            begin, scale, window, soft_cap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, False, False,
+            acc, row_max, row_sum, q_rows, query_pos, first_seen, kv_ptr, table_ptr, head, begin,
+            all_see, begin, scale, soft_cap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, False, False,
             HAS_WINDOW, HAS_CAP, PRECISION
         )  # fmt: skip
         begin = all_see
     acc, row_max, row_sum = _attend(
-        acc, row_max, row_sum, q_rows, query_pos, kv_ptr, table_ptr, head, begin, end,
-        readable_begin, scale, window, soft_cap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, True,
-        True, HAS_WINDOW, HAS_CAP, PRECISION
+        acc, row_max, row_sum, q_rows, query_pos, first_seen, kv_ptr, table_ptr, head, begin, end,
+        readable_begin, scale, soft_cap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, True, True,
+        HAS_WINDOW, HAS_CAP, PRECISION
     )  # fmt: skip
     out_row = out_ptr + token * (KV_HEADS * GROUP * HEAD_DIM) + head_col
     mask = row_live[:, None] & (cols < HEAD_DIM)[None, :]

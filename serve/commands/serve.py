@@ -142,8 +142,10 @@ def serve(
     keys = _keys("api_key", access.api_key or [], access.api_key_file)
     admin_keys = _keys("admin_api_key", access.admin_api_key or [], access.admin_api_key_file)
     life, state = _import()
+    from ...model_executor.hf_config import served_name  # options were checked with it
+
     settings = state.Settings(
-        model_names=tuple(served_model_name or [options.model]),
+        model_names=tuple(served_model_name or [served_name(options.model)]),
         api_keys=keys,
         admin_keys=admin_keys,
         max_waiting=limits.max_waiting_requests,

@@ -62,8 +62,8 @@ SAMPLING: tuple[OptionSpec, ...] = (
 
 _SHORT = {"optimization_level": "-O"}
 _METAVARS = {
-    "model": "DIR|abacus",
-    "tokenizer": "DIR",
+    "model": "DIR|ORG/NAME|abacus",
+    "tokenizer": "DIR|ORG/NAME",
     "passes": "PASS,…",
     "disable_passes": "PASS,…",
     "require_fusion": "PASS[:N],…",

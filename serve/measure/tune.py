@@ -22,7 +22,7 @@ app.command("serve", cls=GroupedHelp)(serve)
 
 @app.command("moe", cls=GroupedHelp)
 def moe(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="a Hugging Face model folder")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="a model: folder or ORG/NAME")],
     tp: Annotated[int, typer.Option("--tp", help="ranks that share an expert", min=1)] = 1,
     dtype: Annotated[
         str, typer.Option(help=f"of the experts' weights: {', '.join(KINDS)}")

@@ -53,7 +53,7 @@ LOST = [
     ("FP8, scales of tokens", "chain", ("0.bias", "6.bias", "0.weight_scale")),
     ("FP8, static scales", "linear", ("bias", "out_scale")),
     ("normed heads", "rope_kv_store", ("k_weight", "kv_scale", "v")),
-    ("attention", "paged_attention", ("kv_scale",)),
+    ("attention", "paged_attention", ("kv_scale", "sinks")),
     ("shared experts", "fused_moe", ("correction_bias", "shared", "shared_gate")),
     ("experts between linear layers", "chain", ("0.bias", "3.weight")),
 ]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fusewright.config import UserError, make_output_folder, output_folder
+from fusewright.config import UserError, folders, make_output_folder
 
 
 def test_it_is_made_with_its_parents_and_left_empty(tmp_path: Path) -> None:
@@ -29,6 +29,6 @@ def test_a_folder_that_takes_no_files_is_refused(
     def denied(dir: Path) -> None:
         raise PermissionError(13, "Permission denied", str(dir))
 
-    monkeypatch.setattr(output_folder, "TemporaryFile", denied)
+    monkeypatch.setattr(folders, "TemporaryFile", denied)
     with pytest.raises(UserError, match=r"^output=.*: Permission denied; give a folder"):
         make_output_folder("output", tmp_path)

@@ -34,7 +34,7 @@ def test_options_that_mean_nothing_here_are_accepted() -> None:
         ("trust_remote_code", True, "=True: code that comes with a checkpoint is never run"),
         ("swap_space", 4, "=4: KV blocks are not swapped to the CPU"),
         ("enable_lora", True, "=True: LoRA adapters are not served"),
-        ("revision", "main", "='main': models are local folders"),
+        ("revision", "main", "='main': expected a .* of a model on the Hub, and model='abacus'"),
     ],
 )
 def test_another_value_says_what_is_missing(name: str, value: Any, message: str) -> None:
@@ -101,3 +101,10 @@ def test_what_stands_for_a_type_is_taken_as_it() -> None:
         cudagraph_capture_sizes=(1, 2),
     )
     assert type(options.max_num_seqs) is int
+
+
+def test_a_revision_is_part_of_a_name_on_the_hub() -> None:
+    assert engine_options("org/name", {"revision": "v1"}).model == "org/name@v1"
+    for model, value in (("org/name@v1", "v2"), ("/tmp", "v1"), ("org/name", ""), ("org/name", 1)):
+        with pytest.raises(UserError, match=r"^revision=.*expected a branch, tag or commit"):
+            engine_options(model, {"revision": value})

@@ -16,10 +16,11 @@ from fusewright.engine.messages.cache_group import CacheGroup
 from fusewright.model_executor.cache_spec import KV_PAIRS, KVCacheSpec, group_layers
 from tests.model_executor.tiny_models import BY_NAME, TinyModel
 
+from .test_engine_random import Client
 from .test_parity import MAX_LEN, NUM_TOKENS, references
 from .test_prefix_cache import finish, request
 from .test_scheduler import result, run, shape
-from .toy import Setup, check_invariants
+from .toy import Setup, check_invariants, first_seen
 
 WINDOWED = Setup(
     num_blocks=60,
@@ -92,6 +93,33 @@ def test_blocks_behind_a_window_go_back_at_the_next_step() -> None:
     assert pool.num_held == [3, 11] and a.blocks.tables[0][:4] == first
     finish(scheduler)
     assert pool.num_free == pool.num_blocks and pool.peak_held == [6, 11]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 8, 11, 16])
+def test_a_window_keeps_the_blocks_of_a_chunk(chunk: int) -> None:
+    """A layer of chunked attention has a window of a chunk: a query sees so many tokens at most,
+    itself included.  Where a chunk ends it sees them all, and no block is kept for nothing."""
+    group = CacheGroup(window=chunk)
+    for size in (1, 4, 16):
+        behind = [(group.num_behind(p, size), first_seen(p, -chunk) // size) for p in range(100)]
+        assert all(freed <= needed for freed, needed in behind)
+        assert all(behind[p][0] == behind[p][1] for p in range(chunk - 1, 100, chunk))
+
+
+def test_answers_of_chunked_layers_survive_that_their_blocks_go_back() -> None:
+    """Few blocks, which others take at once; prompts begin in the middle of a chunk."""
+    setup = Setup(
+        num_blocks=90,
+        block_size=1,
+        max_num_batched_tokens=7,
+        prefix_caching=True,
+        windows=(-6, 0, -9),
+    )
+    client = Client(setup)
+    for length in (3, 22, 14, 22, 5, 14):
+        client.add([*range(97, 97 + length)], SamplingParams(max_tokens=20, ignore_eos=True))
+    client.drain()
+    assert client.engine.core.scheduler.pool.peak_held[0] > 0
 
 
 @pytest.mark.parametrize("windows", [(8, 0), (8,), (8, 12, 0)])

@@ -226,7 +226,7 @@ setups = (
         heed_priority=st.booleans(),
         long_prefill_token_threshold=st.sampled_from([0, 0, 3]),
         max_num_mixed_tokens=st.sampled_from([0, 1, 5]),
-        windows=st.sampled_from([(0,), (0,), (3,), (0, 5), (4, 0, 4), (1, 9)]),
+        windows=st.sampled_from([(0,), (3,), (0, 5), (4, 0, 4), (1, 9), (-5,), (0, -7, 6)]),
     )
     .map(lambda s: replace(s, num_blocks=max(s.num_blocks, len(s.windows))))
     .map(

@@ -38,10 +38,17 @@ EOS = 257
 ALPHABET = [*b"aaabbbccd  ", 0xC3, 0xA9, EOS]
 
 
+def first_seen(position: int, window: int) -> int:
+    """The first position that a query sees in a layer of ``Setup.windows``."""
+    if window < 0:
+        return position // -window * -window
+    return max(0, position - window + 1) if window else 0
+
+
 def in_windows(tokens: Sequence[int], windows: Sequence[int]) -> list[tuple[int, int]]:
     """(position, token) of all that layers of these windows see behind ``tokens``."""
     known = list(enumerate(tokens))
-    return [entry for window in windows for entry in known[-window:]]
+    return [entry for window in windows for entry in known[first_seen(len(tokens) - 1, window) :]]
 
 
 def next_token(seen: Sequence[tuple[int, int] | None], seed: int | None = None) -> int:
@@ -175,7 +182,7 @@ class ToyRunner:
         end = entry.start + len(entry.token_ids)
         found: list[tuple[int, int] | None] = []
         for window, table in zip(self.windows, entry.tables, strict=True):
-            first = max(0, end - window) if window else 0
+            first = first_seen(end - 1, window)
             found += [self.kv[self._address(table, position)] for position in range(first, end)]
         return found
 
@@ -186,8 +193,7 @@ class ToyRunner:
     def _check_what_is_seen(self, entry: _Entry) -> None:
         """Every query of the step, not the last alone, finds each position of its windows."""
         for window, table in zip(self.windows, entry.tables, strict=True):
-            first = max(0, entry.start - window + 1) if window else 0
-            for position in range(first, entry.start):
+            for position in range(first_seen(entry.start, window), entry.start):
                 found = self.kv[self._address(table, position)]
                 assert found is not None and found[0] == position
 
@@ -299,10 +305,10 @@ class Setup:
     long_prefill_token_threshold: int = 0
     max_num_mixed_tokens: int = 0
     windows: tuple[int, ...] = (0,)
-    """One group of layers each; 0: no window."""
+    """One group of layers each; 0: no window, -n: chunks of n, as in a window of n."""
 
     def pool(self) -> BlockPool:
-        groups = [CacheGroup(window) for window in self.windows]
+        groups = [CacheGroup(abs(window)) for window in self.windows]
         return BlockPool(self.num_blocks, self.block_size, groups)
 
     def scheduler(self) -> Scheduler:

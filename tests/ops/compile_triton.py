@@ -144,6 +144,10 @@ def large_launches() -> Iterator[Needed]:
         ("rms_norm_quant_dynamic", (empty(2048, 4096), empty(4096), 1e-5, 0)),
         ("rms_norm_quant_dynamic", (empty(2048, 4096), empty(4096), 1e-5, 128)),
     ]
+    starts, table, lens = (empty(*shape, dtype=torch.int32) for shape in ((65,), (64, 512), (64,)))
+    q, cache = empty(4096, 16, 512), empty(3, 2, 16, 2, 512)  # the largest tiles of bfloat16
+    batch = (q, cache, table, lens, starts, q, 0.05, 0, 0.0)
+    calls.append(("paged_attention", (*batch, None, None, empty(16), 8192)))
     ids = empty(4096, 8, dtype=torch.int32)
     experts = (empty(4096, 2048), empty(128, 1536, 2048), ids, None, None, None, "silu", None)
     calls.append(("expert_linear", experts))

@@ -174,6 +174,9 @@ MISTAKES: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
         ("kv_scale", lambda scale: scale.flip(0)),
         ("kv_cache", lambda cache: cache.flip(1)),
         ("out_scale", lambda scale: scale * 1.3),
+        ("sinks", lambda sinks: sinks + 0.1),
+        ("sinks", lambda sinks: sinks.flip(0)),
+        ("chunk", lambda chunk: chunk // 2),
     ],
     "linear": [
         ("weight", lambda w: w.flip(0)),

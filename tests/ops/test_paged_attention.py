@@ -75,6 +75,8 @@ def _random_batch(device: torch.device, seed: int, fp8: str = "") -> tuple[Any, 
         heads,
         rng.choice([8, 16, 32]),
         window=rng.choice([0, 0, 1, 17, 64]),
+        chunk=rng.choice([0, 0, 1, 24, 50]),
+        sinks=rng.choice([None, torch.float32]),
         cap=rng.choice([0.0, 0.0, 2.0]),
         padding=rng.randint(0, 3),
         fp8=fp8,
@@ -134,6 +136,10 @@ def test_fp8_output_saturates(
         ("", {10: torch.ones(1, 1)}, "out is torch.float32, expected torch.float8_e4m3fn with"),
         ("out", {10: None}, "out is torch.float8_e4m3fn, expected torch.float32 without"),
         ("out", {10: torch.ones(1)}, r"out_scale is torch.float32 \[1\], expected float32 \[1, 1"),
+        ("", {11: torch.ones(1)}, r"sinks is torch.float32 \[1\], expected torch.float32 \[2\]"),
+        ("", {11: torch.ones(2, dtype=torch.float16)}, "sinks is torch.float16"),
+        ("", {12: -1}, "chunk is -1, expected a number of positions"),
+        ("", {7: -1}, "sliding_window is -1"),
     ],
 )
 def test_scales_and_dtypes_that_disagree_are_refused(
@@ -143,6 +149,7 @@ def test_scales_and_dtypes_that_disagree_are_refused(
     args = list(
         batch(torch.float32, device, generator(device, 0), [(3, 5)], (2, 1, 16), 16, fp8=fp8)
     )
+    args += [None, 0]
     for i, value in changes.items():
         args[i] = value.to(device) if isinstance(value, torch.Tensor) else value
     with pytest.raises(ValueError, match=message):
@@ -159,6 +166,48 @@ def test_padding_rows_and_empty_sequences_stay_untouched(
     out = run_on_copy(implementation, args)
     untouched = (out == 7.0).all(-1).all(-1).tolist()
     assert untouched == [False, False, True, False, True, True, True, True]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_every_head_size_is_right(implementation: str, device: torch.device) -> None:
+    """Prefill, decode and split decode, with sinks and chunks; sizes that are no powers of two are
+    padded."""
+    lengths = [(3, 20), (1, 690)]
+    for dim in (8, 16, 24, 32, 64, 80, 96, 112, 128, 192, 256, 512):
+        args = batch(
+            torch.float32, device, generator(device, dim), lengths, (2, 1, dim), 16,
+            chunk=400, sinks=torch.float32
+        )  # fmt: skip
+        assert not OP.implementation(implementation or "native").supports(OP.describe(args))
+        case = Case(f"head_dim {dim}", args, TIGHT)
+        check_case(OP, case, torch.float32, OP.overload(implementation))
+
+
+@pytest.mark.parametrize("value", [-torch.inf, 200.0])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_sink_that_takes_nothing_or_all(
+    implementation: str, value: float, device: torch.device
+) -> None:
+    """A head whose sink is -inf is one without; one far above all logits has a result of zero."""
+    lengths = [(5, 20), (1, 700), (1, 3)]
+    args = batch(torch.float32, device, generator(device, 0), lengths, (4, 2, 16), 16)
+    sinks = torch.full((4,), value, device=device)
+    got = run_on_copy(implementation, (*args, sinks, 0))
+    want = run_on_copy(implementation, args) if value < 0 else torch.zeros_like(got)
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_chunks_are_separate_sequences(implementation: str, device: torch.device) -> None:
+    """A prompt in chunks of 32 is as many prompts, whose blocks are those of the chunks."""
+    args = batch(torch.float32, device, generator(device, 0), [(90, 90)], (4, 2, 16), 16)
+    got = run_on_copy(implementation, (*args, None, 32))
+    table = args[2][0]
+    tables = torch.stack([table[0:2], table[2:4], table[4:6]])
+    lens = torch.tensor([32, 32, 26], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, 32, 64, 90], dtype=torch.int32, device=device)
+    want = run_on_copy(implementation, (*args[:2], tables, lens, starts, *args[5:]))
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
 
 
 def _one_sequence(args: tuple[Any, ...], s: int, first: int, queries: int) -> tuple[Any, ...]:

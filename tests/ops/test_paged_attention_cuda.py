@@ -51,6 +51,8 @@ def description(dtype: torch.dtype = torch.bfloat16, sm: int = 90, **options: An
         (description(heads=(4, 2, 80)), "head_dim 80: the kernel takes 64 and 128"),
         (description(block_size=4), "block size 4"),
         (description(block_size=24), "block size 24"),
+        (description(sinks=torch.float32), "sinks: the kernel's softmax has none"),
+        (description(chunk=64, window=5), "chunks of 64 positions: the kernel knows sliding"),
         (description(heads=(17, 1, 64)), "17 heads share 1 KV heads: a group has at most 16"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -102,6 +102,9 @@ SHAPES = [
     (2, 1, 256, 4),
     (32, 1, 128, 4),
     (4, 64, 64, 2),
+    (1, 8, 512, 2),
+    (1, 64, 512, 2),
+    (1, 64, 512, 4),
 ]
 
 
@@ -123,7 +126,7 @@ def test_the_tiles_of_a_decode_do_not_depend_on_its_batch(
     kv_heads: int, group: int, head_dim: int, itemsize: int
 ) -> None:
     rounding = {
-        (tuple(p.decode_constexprs[n] for n in ("BLOCK_N", "CHUNK")), p.decode_warps)
+        (tuple(p.decode_constexprs[n] for n in ("BLOCK_N", "MERGE_BLOCK")), p.decode_warps)
         for num_seqs in (1, 7, 64, 200)
         for num_tokens in (num_seqs, num_seqs + 300)
         for p in [
@@ -136,18 +139,22 @@ def test_the_tiles_of_a_decode_do_not_depend_on_its_batch(
 def test_costs_count_what_a_query_by_query_walk_counts() -> None:
     rng = random.Random(0)
     for _ in range(200):
-        window = rng.choice([0, 1, 5, 30])
+        window, chunk = rng.choice([0, 1, 5, 30]), rng.choice([0, 0, 1, 7, 30])
         queries = [rng.randint(1, 20) for _ in range(3)]
         contexts = [rng.choice([0, n + rng.randint(0, 40)]) for n in queries]
         seen = [
-            set(range(max(0, p - window + 1) if window else 0, p + 1)) if c else set()
+            {
+                k
+                for k in range(p + 1 if c else 0)
+                if (not window or k > p - window) and (not chunk or k // chunk == p // chunk)
+            }
             for n, c in zip(queries, contexts, strict=True)
             for p in range(c - n, c)
         ]
         starts = [sum(queries[:s]) for s in range(4)]
         tokens = sum(len(set().union(*seen[starts[s] : starts[s + 1]])) for s in range(3))
         want = {"context_tokens": tokens, "query_context_pairs": sum(map(len, seen))}
-        assert context_symbols(queries, contexts, window) == want
+        assert context_symbols(queries, contexts, window, chunk) == want
 
 
 def test_cost_of_a_decode_is_its_kv_bytes(device: torch.device) -> None:
@@ -172,7 +179,12 @@ def test_cost_of_fp8_is_a_byte_an_element(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"q": TensorDesc(torch.bfloat16, (3, 8, 512))}, "head_dim 512"),
+        ({"q": TensorDesc(torch.bfloat16, (3, 8, 520))}, "head_dim 520"),
+        ({"q": TensorDesc(torch.bfloat16, (3, 128, 512))}, ""),
+        (
+            {"q": TensorDesc(torch.bfloat16, (3, 130, 264))},
+            "130 heads share 2 KV heads: with head_dim 264 a group has at most 64",
+        ),
         ({"q": TensorDesc(torch.bfloat16, (3, 8, 20))}, "head_dim 20"),
         ({"kv_cache": TensorDesc(torch.bfloat16, (9, 2, 24, 2, 64))}, "block size 24"),
         ({"kv_cache": TensorDesc(torch.float16, (9, 2, 16, 2, 64))}, "float16"),

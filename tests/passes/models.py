@@ -95,10 +95,13 @@ def act_group(x: Tensor) -> Any:
     return ops.quant_fp8_dynamic(ops.silu_mul(torch.cat((x, x, x, x), -1)), 128)
 
 
-def attention(q: Tensor, kv: Tensor, table: Tensor, lens: Tensor, starts: Tensor, s: Tensor) -> Any:
+def attention(
+    q: Tensor, kv: Tensor, table: Tensor, lens: Tensor, starts: Tensor, s: Tensor, sinks: Tensor
+) -> Any:
     out = torch.empty_like(q)
     kv_scale, scale = s.view(2, KV_HEADS), s[1:2].view(1, 1)
-    ops.paged_attention(q, kv, table, lens, starts, out, DIM**-0.5, 6, 30.0, kv_scale)
+    options = DIM**-0.5, 6, 5.0, kv_scale, None, sinks, 10
+    ops.paged_attention(q, kv, table, lens, starts, out, *options)
     return ops.quant_fp8_static(out.view(-1, HEADS * DIM), scale)
 
 
@@ -169,6 +172,7 @@ def _inputs() -> dict[str, Tensor]:
         "lens": torch.tensor([9, 1, 24, 17, 8]).int(),
         "wn": randn(SIZE),
         "starts": torch.arange(TOKENS + 1).int(),
+        "sinks": randn(HEADS),
     }
 
 

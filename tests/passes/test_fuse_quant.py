@@ -203,6 +203,22 @@ def test_attention_writes_fp8_within_one_step() -> None:
     assert bits(got).unique().numel() > 10
 
 
+def attention_with_sinks(t: dict[str, Tensor], quantize: Quantize) -> tuple[Tensor, ...]:
+    scale, out = t["scale"].view(1, 1), torch.empty_like(t["q"])
+    batch = (t["q"], t["kv_cache"], t["table"], t["seq_lens"], t["starts"])
+    ops.paged_attention(*batch, out, DIM**-0.5, 0, 0.0, None, None, t["sinks"], 4)
+    return quantize(out.view(-1, HEADS * DIM), scale)
+
+
+def test_attention_that_writes_fp8_keeps_its_sinks_and_chunks() -> None:
+    inputs = attention_inputs() | {"sinks": torch.randn(HEADS)}
+    gm, given = captured(attention_with_sinks, inputs, static)
+    (report,) = run_passes(gm, build_passes(["fuse_attn_quant"]), verify=True)
+    assert report.matched == 1 and not report.missed
+    (want,), (got,) = attention_with_sinks(given, static), run(gm, given)
+    torch.testing.assert_close(got.float(), want.float(), atol=2.0**-9, rtol=2.0**-3)
+
+
 @pytest.mark.parametrize(("quantize", "what"), [(per_token, "token"), (per_group, "group of 128")])
 def test_attention_cannot_find_a_scale_of_its_own(quantize: Quantize, what: str) -> None:
     gm, _ = captured(attention, attention_inputs(), quantize)

@@ -269,6 +269,8 @@ MUTATIONS = [
         another_softmax_scale=put(6, 1.0),
         window_off_by_one=put(7, 5),
         dropped_soft_cap=put(8, 0.0),
+        dropped_sinks=put(11, None),
+        dropped_chunks=put(12, 0),
         lengths_off_by_one=apply(3, operator.sub, 1),
         written_to_a_copy=apply(5, "clone"),
     ),

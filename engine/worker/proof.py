@@ -1,0 +1,91 @@
+"""Proves a captured model at a cold start: its twin runs as it will, and as its library has it.
+
+The twin's graph is captured, rewritten by the passes of the level and run op by op on the CPU; what
+the kernels of a GPU compute is what tests of their ops hold.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ...compiler.build import rewritten
+from ...compiler.capture.source import WEIGHTS, Source
+from ...compiler.capture.trace import Traced
+from ...config import TOKEN_IDS, ResolvedConfig, block_table_of, slot_mapping_of
+from ...model_executor.attention import AttentionInputs
+from ...model_executor.captured.library import config_of
+from ...model_executor.captured.read import why
+from ...model_executor.captured.twin import Step, compare, make_twin
+from ...model_executor.spec import ModelSpec
+from .source import example, kv_cache_name
+
+_log = logging.getLogger(__name__)
+
+
+def prove(spec: ModelSpec, config: ResolvedConfig) -> Mapping[str, Any]:
+    """Compare a captured model's twin with its unmodified implementation, and return what was
+    found, as JSON.
+
+    Raises:
+        ProofError: they differ; names the first module that does.
+        UserError: no twin can be made.
+    """
+    assert spec.captured is not None
+    began = time.perf_counter()
+    twin = make_twin(config_of(spec.captured), spec.architecture)
+    found = compare(twin, twin.ours, spec.architecture)
+    if config.compile.trace:
+        step = _rewritten_step(twin.spec, twin.ours, config)
+        found = max(found, compare(twin, step, spec.architecture), key=lambda each: each.error)
+    seconds = round(time.perf_counter() - began, 2)
+    _log.info("%s: its twin differs by %.1e at most", spec.architecture, found.error)
+    return {
+        "error": found.error,
+        "tokens": found.tokens,
+        "layers": found.layers,
+        "library": spec.captured.library,
+        "seconds": seconds,
+    }
+
+
+def _rewritten_step(spec: ModelSpec, model: torch.nn.Module, config: ResolvedConfig) -> Step:
+    """The twin's step as a graph that the level's passes rewrote."""
+    inputs = example(spec, 8, torch.device("cpu"))
+    traced = rewritten(Source(model, inputs, why=why), config.compile)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    weights = {WEIGHTS + name: tensor for name, tensor in tensors.items()}
+    return partial(_interpret, traced, weights)
+
+
+def _interpret(
+    traced: Traced,
+    weights: Mapping[str, Tensor],
+    ids: Tensor,
+    positions: Tensor,
+    attention: AttentionInputs,
+    kv_caches: list[Tensor],
+) -> Tensor:
+    values = {
+        **weights,
+        TOKEN_IDS: ids,
+        "positions": positions,
+        "seq_lens": attention.seq_lens,
+        "query_start_loc": attention.query_start_loc,
+    }
+    for number, cache in enumerate(attention.groups):
+        values[slot_mapping_of(number)] = cache.slot_mapping
+        values[block_table_of(number)] = cache.block_table
+    values |= {kv_cache_name(layer): cache for layer, cache in enumerate(kv_caches)}
+    given = [
+        values[source.name] if source.dim is None else values[source.name].shape[source.dim]
+        for source in traced.inputs
+    ]
+    result = fx.Interpreter(traced.gm).run(*given)
+    return result[0]  # type: ignore[no-any-return]

@@ -1,0 +1,153 @@
+"""Puts our linear layers in the place of a library's: they know formats, and siblings are one.
+
+Siblings are layers that read the same tensor one after the other, such as q, k and v.  They become
+parts of one layer, whose weight is loaded where its parts lie: nothing is copied to merge them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..layers import Linear
+from ..sharding import Part, ShardRule
+
+
+class Siblings:
+    """Notices which linear layers of a model are siblings, while the model runs once.
+
+    Attributes:
+        calls: how often attention was called; layers on both sides of a call are not siblings,
+            since a compiled piece ends there.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.calls = 0
+        self._seen: list[tuple[str, Tensor, int]] = []
+        head = model.get_output_embeddings()  # type: ignore[operator]
+        self._hooks = [
+            module.register_forward_pre_hook(self._hook(name))
+            for name, module in model.named_modules()
+            if is_linear(module) and module is not head
+        ]
+        self._modules = dict(model.named_modules())
+
+    def _hook(self, name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self._seen.append((name, args[0], self.calls))
+
+        return hook
+
+    def found(self) -> tuple[tuple[str, ...], ...]:
+        """Names of the siblings of each group, in the order of their calls; ends the watch."""
+        for hook in self._hooks:
+            hook.remove()
+        often = Counter(name for name, *_ in self._seen)
+        owners = Counter(id(self._modules[name].weight) for name, *_ in self._seen)
+        groups: dict[Any, list[str]] = {}
+        for name, x, calls in self._seen:
+            linear: Any = self._modules[name]
+            if often[name] == 1 and owners[id(linear.weight)] == 1:
+                groups.setdefault((id(x), calls, linear.bias is None), []).append(name)
+        return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer, and nothing that is derived from one."""
+    return type(module) is nn.Linear
+
+
+class _Shared:
+    """Calls the layer of some siblings for the first of them, and hands out the parts."""
+
+    def __init__(self, linear: Linear, sizes: Sequence[int]) -> None:
+        self.linear, self.sizes = linear, list(sizes)
+        self.x: Tensor | None = None
+        self.parts: dict[int, Tensor] = {}
+
+    def part(self, place: int, x: Tensor) -> Tensor:
+        if self.x is not x or place not in self.parts:
+            made = self.linear(x).split(self.sizes, dim=-1)
+            self.x, self.parts = x, dict(enumerate(made))
+        part = self.parts.pop(place)
+        if not self.parts:
+            self.x = None  # keeps no memory of a step
+        return part
+
+
+class Sibling(nn.Module):
+    """Stands where the library has a linear layer that is a part of another one."""
+
+    def __init__(self, shared: _Shared, place: int) -> None:
+        super().__init__()
+        self.shared, self.place = shared, place
+        self.in_features, self.out_features = shared.linear.shape[1], shared.sizes[place]
+
+    def tensor(self, kind: str) -> Tensor | None:
+        """The part of the weight or the bias."""
+        whole = getattr(self.shared.linear, kind)
+        start = sum(self.shared.sizes[: self.place])
+        return None if whole is None else whole.detach()[start : start + self.out_features]
+
+    @property
+    def weight(self) -> Tensor | None:
+        return self.tensor("weight")
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.tensor("bias")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shared.part(self.place, x)
+
+
+def replace_linears(model: nn.Module, siblings: Sequence[Sequence[str]]) -> None:
+    """Put our layers in the place of the library's linear layers, but for the head, which may share
+    its weight with the embedding; those of a group of ``siblings`` become parts of one."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    for names in siblings:
+        linears = [model.get_submodule(name) for name in names]
+        parent = model.get_submodule(names[0].rpartition(".")[0])
+        shared = _Shared(_like(linears), [int(one.out_features) for one in linears])  # type: ignore[arg-type]
+        parent.add_module("+".join(name.rpartition(".")[2] for name in names), shared.linear)
+        for place, name in enumerate(names):
+            _set(model, name, Sibling(shared, place))
+    for name, module in list(model.named_modules()):
+        if is_linear(module) and module is not head:
+            _set(model, name, _like([module]))
+
+
+def _set(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, module)
+
+
+def _like(linears: Sequence[Any]) -> Linear:
+    first, rows = linears[0], sum(one.out_features for one in linears)
+    rule = ShardRule(0, (Part("", rows, 1),), split=False)
+    made = Linear(first.in_features, rows, rule, bias=first.bias is not None)
+    for kind in ("weight", "bias"):
+        if (tensor := getattr(made, kind)) is not None:
+            tensor.data = torch.empty_like(tensor, dtype=getattr(first, kind).dtype)
+    made.in_features, made.out_features = first.in_features, rows
+    return made
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """A library's model's parameters and buffers under the library's names; those of siblings are
+    parts of the tensors that they share."""
+    return dict(_tensors(model))
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for tensors in (model.named_parameters(), model.named_buffers()):
+        yield from ((name, tensor) for name, tensor in tensors if "+" not in name)
+    for name, module in model.named_modules():
+        if isinstance(module, Sibling):
+            for kind in ("weight", "bias"):
+                if (tensor := module.tensor(kind)) is not None:
+                    yield f"{name}.{kind}", tensor

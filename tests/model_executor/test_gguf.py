@@ -1,0 +1,167 @@
+"""Claims about GGUF files: one becomes a folder with the same weights, once, and what its reader
+would leave out is refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fusewright.config import EngineOptions, MachineError, UserError
+from fusewright.engine.frontend.check import check_start
+from fusewright.engine.frontend.tokenizer import Tokenizer
+from fusewright.model_executor.hf_config import model_folder, read_spec
+from fusewright.model_executor.sources import gguf_folder
+
+gguf = pytest.importorskip("gguf")
+HIDDEN, INNER, HEADS, KV_HEADS, VOCAB = 64, 96, 4, 2, 40
+HEAD = HIDDEN // HEADS
+LAYER = {
+    "attn_q": ("self_attn.q_proj", (HIDDEN, HIDDEN)),
+    "attn_k": ("self_attn.k_proj", (KV_HEADS * HEAD, HIDDEN)),
+    "attn_v": ("self_attn.v_proj", (KV_HEADS * HEAD, HIDDEN)),
+    "attn_output": ("self_attn.o_proj", (HIDDEN, HIDDEN)),
+    "ffn_gate": ("mlp.gate_proj", (INNER, HIDDEN)),
+    "ffn_up": ("mlp.up_proj", (INNER, HIDDEN)),
+    "ffn_down": ("mlp.down_proj", (HIDDEN, INNER)),
+    "attn_norm": ("input_layernorm", (HIDDEN,)),
+    "ffn_norm": ("post_attention_layernorm", (HIDDEN,)),
+}
+OUTSIDE = {
+    "token_embd": ("model.embed_tokens", (VOCAB, HIDDEN)),
+    "output_norm": ("model.norm", (HIDDEN,)),
+    "output": ("lm_head", (VOCAB, HIDDEN)),
+}
+
+
+def paired(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of q or k in llama.cpp's order: the two halves of a head interleaved."""
+    rows, columns = weight.shape
+    halves = weight.reshape(heads, 2, rows // heads // 2, columns)
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows, columns)
+
+
+def write(path: Path, more: Callable[[Any], None] = lambda writer: None) -> dict[str, np.ndarray]:
+    """Write a Llama of one layer; returns its weights by the names that ``transformers`` has."""
+    random = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("tiny")
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_rope_dimension_count(HEAD)
+    writer.add_rope_freq_base(5000.0)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(VOCAB)
+    letters = [*"abcdefghijklmnopqrstuvwxyz0123456789.", "ab"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["<unk>", "<s>", *letters])
+    writer.add_token_types([3, 3, *[1] * len(letters)])
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(1)
+    weights = {}
+    layer = {f"blk.0.{k}": (f"model.layers.0.{n}", s) for k, (n, s) in LAYER.items()}
+    for name, (theirs, shape) in {**layer, **OUTSIDE}.items():
+        value = random.standard_normal(shape).astype(np.float32)
+        weights[f"{theirs}.weight"] = value
+        heads = {"blk.0.attn_q": HEADS, "blk.0.attn_k": KV_HEADS}.get(name)
+        writer.add_tensor(f"{name}.weight", paired(value, heads) if heads else value)
+    more(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return weights
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FUSEWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_file_becomes_a_folder_with_its_weights_once(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "tiny.gguf"
+    weights = write(file)
+    folder = model_folder(str(file))
+    stored = load_file(folder / "model.safetensors")
+    assert stored.keys() == weights.keys()
+    for name, value in weights.items():
+        assert torch.equal(stored[name], torch.from_numpy(value).bfloat16()), name
+    spec = read_spec(folder)
+    assert (spec.hidden_size, spec.num_layers, spec.vocab_size) == (HIDDEN, 1, VOCAB)
+    assert (spec.rope.theta, spec.dtype_name, spec.tie_word_embeddings) == (5000, "bfloat16", False)
+    assert Tokenizer(folder).encode("abc") == [39, 4]
+    monkeypatch.setattr(gguf_folder, "_convert", None)
+    assert model_folder(str(file), weights=True) == model_folder(str(tmp_path)) == folder
+    check_start(EngineOptions(model=str(file)))
+    assert [*(cache / "gguf").iterdir()] == [folder], "nothing is left beside it"
+    os.utime(file, (1, 1))
+    with pytest.raises(TypeError):  # another file: it would be converted
+        model_folder(str(file))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (
+            lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN),
+            r"llama.rope.scaling.type is 'yarn', which is not read from GGUF; use the .* safetens",
+        ),
+        (
+            lambda w: w.add_tensor("rope_freqs.weight", np.ones(8, np.float32)),
+            r"nothing takes its tensor rope_freqs.weight; use the model's safetensors",
+        ),
+        (
+            lambda w: w.add_tensor("blk.0.ffn_up_exps.weight", np.ones((2, 8, 8), np.float32)),
+            r"blk.0.ffn_up_exps.weight is of experts, which are not read from GGUF",
+        ),
+        (
+            lambda w: w.add_tensor("blk.0.attn_q.bias", np.ones(HIDDEN, np.float32)),
+            r"nothing takes its tensor blk.0.attn_q.bias",
+        ),
+    ],
+    ids=["rope scaling", "rope factors", "experts", "bias"],
+)
+def test_what_the_reader_would_leave_out_is_refused(
+    tmp_path: Path, cache: Path, more: Callable[[Any], None], message: str
+) -> None:
+    write(tmp_path / "tiny.gguf", more)
+    with pytest.raises(UserError, match=message):
+        model_folder(str(tmp_path))
+    assert not [*(cache / "gguf").iterdir()]
+
+
+def test_files_that_cannot_be_read_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.gguf"
+    file.write_bytes(b"no such file" * 9)
+    with pytest.raises(UserError, match=r"a\.gguf: cannot be read as GGUF: .*download it again"):
+        model_folder(str(file))
+    gguf.GGUFWriter(file, "t5").write_header_to_file()
+    with pytest.raises(UserError, match=r"a\.gguf: cannot be read as GGUF"):
+        model_folder(str(file))
+    monkeypatch.setenv("FUSEWRIGHT_CACHE_DIR", "/dev/null/x")
+    with pytest.raises(MachineError, match=r"/dev/null/x/gguf: cannot be written: Not a directory"):
+        model_folder(str(file))
+    monkeypatch.setattr(gguf_folder, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"the package gguf: pip install 'fusewright\[gguf\]'"):
+        model_folder(str(file))
+    (tmp_path / "b.gguf").touch()
+    with pytest.raises(UserError, match=r"2 GGUF files, such as a\.gguf; give the path of one"):
+        model_folder(str(tmp_path))
+    (tmp_path / "model.safetensors").touch()
+    assert model_folder(str(tmp_path)) == tmp_path, "safetensors are preferred"
