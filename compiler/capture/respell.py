@@ -115,6 +115,11 @@ def _cast(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
     return graph.call_function(_ATEN._to_copy.default, args, kwargs)
 
 
+def _empty_like(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+    given = {name: value for name, value in kwargs.items() if name != "pin_memory" or value}
+    return graph.call_function(torch.empty_like, args, given)
+
+
 def _clone(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
     if kwargs.get("memory_format") == torch.contiguous_format:
         return graph.call_method("contiguous", args)
@@ -178,6 +183,7 @@ def _size(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
 _SPECIAL: dict[Any, Callable[..., fx.Node]] = {
     _ATEN._to_copy.default: _cast,
     _ATEN.clone.default: _clone,
+    _ATEN.empty_like.default: _empty_like,
     _ATEN.slice.Tensor: _slice,
     _ATEN.embedding.default: _embedding,
     _LAYER_NORM: _layer_norm,

@@ -194,7 +194,8 @@ def attention(
     padded = value
     if facts.value_dim < width:  # a block has keys and values of one width
         padded = torch.nn.functional.pad(value, (0, width - facts.value_dim))
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, padded))
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, padded))
+    q = q.contiguous()  # keys and values are copied into their cache, from any strides
     scale = width**-0.5 if scaling is None else scaling
     out = _attend.get()(facts, q, k, v, scale, softcap or 0.0, s_aux)
     return out[None, ..., : facts.value_dim], None
