@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
-from ...passes.indexing import Indexing
+from ...passes.without_driver import WithoutDriver
 from .respell import respell
 from .source import WEIGHTS
 from .trace import GraphInput, Traced, TraceError
@@ -67,7 +67,7 @@ def trace_by_dispatch(
     def call(symbols: list[torch.SymInt], tensors: dict[str, Tensor]) -> Tensor:
         given = tree_map(lambda x: tensors[names[id(x)]] if isinstance(x, Tensor) else x, args)
         held = {name: tensors[WEIGHTS + name] for name in weights}
-        with _paths(model), Indexing():
+        with _paths(model), WithoutDriver():
             return torch.func.functional_call(model, held, given)  # type: ignore[no-any-return]
 
     try:

@@ -19,6 +19,7 @@ from ...passes.subgraph import compute_fake
 from .trace import Traced
 
 _ATEN = torch.ops.aten
+_LAYER_NORM = _ATEN.native_layer_norm.default
 
 _OPERATORS: dict[Any, Any] = {
     _ATEN.add.Tensor: operator.add,
@@ -74,12 +75,13 @@ def respell(traced: Traced) -> Traced:
             (result,) = node.all_input_nodes
             graph.output((mapping[result],))
             continue
-        elif node.target in _SAME:
+        elif node.target in _SAME or _is_layer_norm(node):
             mapping[node] = mapping[node.args[0]]
             continue
         else:
             made = _call(graph, node, mapping)
-            made.meta |= {"example_value": node.meta.get("val")}
+            value = node.meta.get("val")
+            made.meta |= {"example_value": value[0] if made.target is F.layer_norm else value}
             made.meta |= {k: node.meta[k] for k in ("nn_module_stack",) if k in node.meta}
         mapping[node] = made
     graph.lint()
@@ -132,6 +134,22 @@ def _slice(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
     return graph.call_function(operator.getitem, (args[0], tuple(index)))
 
 
+def _is_layer_norm(node: fx.Node) -> bool:
+    """Whether a node takes a layer norm's result, or its statistics for nothing."""
+    source: Any = node.args[0] if node.target is operator.getitem else None
+    return source is not None and source.target is _LAYER_NORM and _takes_result(source)
+
+
+def _takes_result(node: fx.Node) -> bool:
+    return all(user.args[1] == 0 or not user.users for user in node.users)
+
+
+def _layer_norm(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+    if _takes_result(node):
+        return graph.call_function(F.layer_norm, args)
+    return graph.call_function(node.target, args)
+
+
 def _embedding(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
     """The op, which clamps what ``F.embedding`` refuses, for the ids of one row."""
     weight, ids = args[:2]
@@ -162,6 +180,7 @@ _SPECIAL: dict[Any, Callable[..., fx.Node]] = {
     _ATEN.clone.default: _clone,
     _ATEN.slice.Tensor: _slice,
     _ATEN.embedding.default: _embedding,
+    _LAYER_NORM: _layer_norm,
     _ATEN.sym_size.int: _size,
 }
 
