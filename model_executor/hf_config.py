@@ -22,9 +22,7 @@ from .sources.hub import hub_name, small_files, weight_files
 from .spec import ModelSpec
 
 
-def read_spec(
-    folder: Path | str, impl: str = "auto", lookup: Lookup = nowhere
-) -> ModelSpec:
+def read_spec(folder: Path | str, impl: str = "auto", lookup: Lookup = nowhere) -> ModelSpec:
     """Read and check ``config.json`` of a model folder, and fit it to the folder's checkpoint where
     there is one.
 
@@ -134,7 +132,7 @@ def model_folder(model: str, *, weights: bool = False, lookup: Lookup = nowhere)
         return Path(model) if file is None else converted(file, read_spec)
     folder = small_files(hub)
     if weights:
-        read_spec(folder, lookup)  # refused before gigabytes are downloaded
+        read_spec(folder, lookup=lookup)  # refused before gigabytes are downloaded
         weight_files(hub, folder)
     return folder
 
