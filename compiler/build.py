@@ -138,11 +138,10 @@ def lower_model(
     return Lowered(traced, regions, plan, pieces, made, reports, choices, measured, graph, weights)
 
 
-def rewritten(source: Source, config: CompileConfig) -> Traced:
-    """A model's graph behind the passes of a level, before kernels are chosen."""
+def rewritten(source: Source, config: CompileConfig) -> tuple[Traced, list[PassReport]]:
+    """A model's graph behind the passes of a level, before kernels are chosen, and their reports."""
     traced = _trace(source)
-    run_passes(traced.gm, _passes(source, config))
-    return traced
+    return traced, run_passes(traced.gm, _passes(source, config))
 
 
 def _passes(source: Source, config: CompileConfig) -> list[Rule]:

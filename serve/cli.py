@@ -48,6 +48,9 @@ class _Commands(LazyGroup):
         "tune": Command(
             "measure.tune", "app", "Find the best settings of a server, or of kernels."
         ),
+        "models": Command(
+            "commands.models", "app", "Prove models of transformers against their own code."
+        ),
         "cache": Command(
             "commands.cache", "app", "List, check, compare, carry, prune and sign artifacts."
         ),

@@ -93,6 +93,7 @@ class Source:
             one that Dynamo captures.
         prove: compares the model with its unmodified implementation before anything is built; what
             it returns is a part of the artifact's report.
+        describe: makes files of the artifact that describe the model to other starts.
     """
 
     model: nn.Module
@@ -102,3 +103,4 @@ class Source:
     experts: Experts | None = None
     why: Callable[[BaseException], str] | None = None
     prove: Callable[[], Mapping[str, Any]] | None = None
+    describe: Callable[[], Mapping[str, bytes]] = dict

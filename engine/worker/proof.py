@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,12 +19,13 @@ from torch import Tensor, fx
 from ...compiler.build import rewritten
 from ...compiler.capture.source import WEIGHTS, Source
 from ...compiler.capture.trace import Traced
-from ...config import TOKEN_IDS, ResolvedConfig, block_table_of, slot_mapping_of
+from ...config import TOKEN_IDS, CompileConfig, ResolvedConfig, block_table_of, slot_mapping_of
 from ...model_executor.attention import AttentionInputs
 from ...model_executor.captured.library import config_of
 from ...model_executor.captured.read import why
 from ...model_executor.captured.twin import Step, compare, make_twin
 from ...model_executor.spec import ModelSpec
+from ...passes import PassReport
 from .source import example, kv_cache_name
 
 _log = logging.getLogger(__name__)
@@ -42,8 +44,9 @@ def prove(spec: ModelSpec, config: ResolvedConfig) -> Mapping[str, Any]:
     twin = make_twin(config_of(spec.captured), spec.architecture)
     found = compare(twin, twin.ours, spec.architecture)
     if config.compile.trace:
-        step = _rewritten_step(twin.spec, twin.ours, config)
-        found = max(found, compare(twin, step, spec.architecture), key=lambda each: each.error)
+        program = rewritten_program(twin.spec, twin.ours, config.compile)
+        second = compare(twin, program.step, spec.architecture)
+        found = max(found, second, key=lambda each: each.error)
     seconds = round(time.perf_counter() - began, 2)
     _log.info("%s: its twin differs by %.1e at most", spec.architecture, found.error)
     return {
@@ -55,13 +58,22 @@ def prove(spec: ModelSpec, config: ResolvedConfig) -> Mapping[str, Any]:
     }
 
 
-def _rewritten_step(spec: ModelSpec, model: torch.nn.Module, config: ResolvedConfig) -> Step:
-    """The twin's step as a graph that the level's passes rewrote."""
+@dataclass(frozen=True)
+class Program:
+    """A twin's graph that a level's passes rewrote: as a step, as it is, and what they report."""
+
+    step: Step
+    traced: Traced
+    reports: list[PassReport]
+
+
+def rewritten_program(spec: ModelSpec, model: torch.nn.Module, config: CompileConfig) -> Program:
+    """Trace a captured twin and let the level's passes rewrite its graph, which is not compiled."""
     inputs = example(spec, 8, torch.device("cpu"))
-    traced = rewritten(Source(model, inputs, why=why), config.compile)
+    traced, reports = rewritten(Source(model, inputs, why=why), config)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     weights = {WEIGHTS + name: tensor for name, tensor in tensors.items()}
-    return partial(_interpret, traced, weights)
+    return Program(partial(_interpret, traced, weights), traced, reports)
 
 
 def _interpret(

@@ -36,6 +36,7 @@ from ...config import (
 )
 from ...config.expert_tables import Experts
 from ...model_executor.attention import AttentionInputs, CacheInputs
+from ...model_executor.hf_config import model_folder
 from ...model_executor.loader import fake_model
 from ...model_executor.models.decoder import distinct_layers
 from ...model_executor.spec import ModelSpec
@@ -220,6 +221,7 @@ def _captured_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from ...model_executor.captured.read import why
+    from ...model_executor.captured.skeleton import describe
     from .proof import prove
 
     device = torch.device(config.hardware.device)
@@ -227,7 +229,14 @@ def _captured_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
         model = fake_model(spec, device)
         inputs = example(spec, config.cache.block_size, device)
     proof = (lambda: prove(spec, config)) if config.compile.proof else None
-    return Source(model, inputs, outside=partial(outside_calls, spec), why=why, prove=proof)
+    return Source(
+        model,
+        inputs,
+        outside=partial(outside_calls, spec),
+        why=why,
+        prove=proof,
+        describe=lambda: describe(spec, model_folder(config.model.path)),
+    )
 
 
 def experts_of(spec: ModelSpec) -> Experts | None:

@@ -302,6 +302,11 @@ class _Earlier(int):
         made.each = positions - torch.arange(positions.shape[0], device=positions.device)
         return made
 
+    def __add__(self, other: Any) -> Any:  # symbolic sizes take no class that is derived from int
+        return int(self) + other
+
+    __radd__ = __add__
+
     @classmethod
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
