@@ -88,6 +88,7 @@ class Source:
         example: arguments to trace with; may be fake tensors.
         repeat: how the model stands for a deeper one, if it does.
         outside: the ops that the caller runs beside the program.
+        shown: how the layers of a model that is captured whole are named, for reports.
         experts: those whose tiles can be measured, if the model has some.
         why: of a model that is captured by running it, an error of its code in one line; None for
             one that Dynamo captures.
@@ -100,6 +101,7 @@ class Source:
     example: Example
     repeat: Repeat | None = None
     outside: OutsideCalls = lambda num_tokens, num_seqs: ()
+    shown: Repeat | None = None
     experts: Experts | None = None
     why: Callable[[BaseException], str] | None = None
     prove: Callable[[], Mapping[str, Any]] | None = None

@@ -228,11 +228,15 @@ def _captured_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = fake_model(spec, device)
         inputs = example(spec, config.cache.block_size, device)
+    facts = spec.captured
+    assert facts is not None
+    layers = Repeat(f"library.{facts.layers}", facts.kinds, ()) if facts.layers else None
     proof = (lambda: prove(spec, config)) if config.compile.proof else None
     return Source(
         model,
         inputs,
         outside=partial(outside_calls, spec),
+        shown=layers,
         why=why,
         prove=proof,
         describe=lambda: describe(spec, model_folder(config.model.path)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -16,7 +17,7 @@ from ..checkpoint import read_headers
 from ..hf_json import HfConfig
 from ..spec import ModelSpec
 from .checkpoint_map import untie
-from .facts import CapturedFacts
+from .facts import AttentionFacts, CapturedFacts
 from .interfaces import Recorder, Refused
 from .library import build, canonical, first_line, read_config, version
 from .linears import Siblings
@@ -120,8 +121,24 @@ def probe(facts: CapturedFacts, dtype_name: str, what: str) -> tuple[CapturedFac
             f"{what} cannot be captured: its attention does not go through the library's attention "
             "interface"
         )
-    seen = replace(facts, attention=tuple(recorder.calls), siblings=siblings.found())
+    calls = tuple(recorder.calls)
+    layers, kinds = _layers(model, calls)
+    seen = replace(
+        facts, attention=calls, layers=layers, kinds=kinds, siblings=siblings.found()
+    )
     return seen, int(logits.shape[-1])
+
+
+def _layers(model: nn.Module, calls: Sequence[AttentionFacts]) -> tuple[str, tuple[int, ...]]:
+    """The list of layers, and for each the first that has the same attention and parameters."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == len(calls):
+            made = [
+                (call, tuple((n, p.shape) for n, p in layer.named_parameters()))
+                for call, layer in zip(calls, module, strict=True)
+            ]
+            return name, tuple(made.index(each) for each in made)
+    return "", ()
 
 
 class _Functional(nn.Module):
