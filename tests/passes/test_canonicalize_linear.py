@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusewright.passes import run_passes
-from fusewright.passes.canonicalize_linear import CANONICALIZE_LINEAR
+from fusewright.passes.raising.canonicalize_linear import CANONICALIZE_LINEAR
 from tests.passes.graphs import dispatched, targets
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, fx
 
 from fusewright.passes import run_passes
 from fusewright.passes.cleanup import Cleanup
-from fusewright.passes.drop_batch import DropBatch
-from fusewright.passes.fold_views import FoldViews
+from fusewright.passes.raising.drop_batch import DropBatch
+from fusewright.passes.raising.fold_views import FoldViews
 from tests.passes.graphs import dispatched, run_dispatched, targets
 
 TOKENS, HEADS, DIM = 7, 4, 8

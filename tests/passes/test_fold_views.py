@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusewright.passes import run_passes
 from fusewright.passes.cleanup import Cleanup
-from fusewright.passes.fold_views import FoldViews
+from fusewright.passes.raising.fold_views import FoldViews
 from tests.passes.graphs import dispatched, run_dispatched, targets
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fusewright.passes import run_passes
 from fusewright.passes.canonicalize_rope import CanonicalizeRope
 from fusewright.passes.cleanup import Cleanup
-from fusewright.passes.rope_table import RopeTable
+from fusewright.passes.raising.rope_table import RopeTable
 from tests.passes.graphs import dispatched, run_dispatched
 
 TOKENS, HEADS, DIM, COUNT = 7, 4, 16, 50

@@ -15,8 +15,8 @@ from torch import Tensor, fx
 from ...passes import Subgraph, digest, external_inputs, extract, fake_value
 from ...passes.rule import memory, writes, written
 from ..capture.trace import GraphInput, Traced
-from ..emit.direct import is_spelled
 from ..run.plan import PieceStep
+from .direct import is_spelled
 
 CONSTANTS = "constants/"
 

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from .canonicalize import argument, in_order, is_pointwise, kind
-from .report import PassReport
-from .rule import EXACT, Context, is_call, memory, writes
-from .sites import NotASite
-from .subgraph import compute_fake, fake_value
+from ..canonicalize import argument, in_order, is_pointwise, kind
+from ..report import PassReport
+from ..rule import EXACT, Context, is_call, memory, writes
+from ..sites import NotASite
+from ..subgraph import compute_fake, fake_value
 
 _ATEN = torch.ops.aten
 _OF_LAST = (torch.ops.fw.linear.default, torch.ops.fw.rms_norm.default, F.linear, F.layer_norm)
