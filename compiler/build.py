@@ -32,12 +32,12 @@ from .capture.dispatch import trace_by_dispatch
 from .capture.source import Source
 from .capture.trace import Traced, trace
 from .capture.unroll import unroll
+from .emit.constants import Constants, take_constants
 from .emit.direct import emit_direct
 from .emit.kernels import outside_variants, program_variants
 from .emit.make_plan import limit_ranges, make_plan
 from .emit.pieces import PieceCode, choose_emitter, emit
 from .lowering.check_kernels import called, check_used
-from .lowering.constants import Constants, take_constants
 from .lowering.lower import lower
 from .lowering.partition import Region, partition
 from .lowering.search import Found, table_here
@@ -134,8 +134,10 @@ def lower_model(
         plan = replace(plan, constants=constants.steps)
     record.graph("lowered", traced)
     measured = tuner.measured if tuner else {}
-    made = constants.pieces
-    return Lowered(traced, regions, plan, pieces, made, reports, choices, measured, graph, weights)
+    return Lowered(
+        *(traced, regions, plan, pieces, constants.pieces),
+        *(reports, choices, measured, graph, weights),
+    )
 
 
 def rewritten(source: Source, config: CompileConfig) -> tuple[Traced, list[PassReport]]:

@@ -51,6 +51,9 @@ class Cleanup:
     A write shows which tensors share memory.  So copies stay where memory is written to, as do
     equal expressions with a write between; and the graph returns the same tensors as before, since
     its caller may write to them.
+
+    Args:
+        name: of the pass, which differs where it runs among passes that raise a graph.
     """
 
     tier = EXACT

@@ -12,13 +12,10 @@ from dataclasses import replace
 
 from torch import fx
 
-from .canonicalize_linear import CANONICALIZE_LINEAR
 from .canonicalize_norm import CanonicalizeNorm
 from .canonicalize_rope import CanonicalizeRope
 from .check_effects import Snapshot
 from .cleanup import Cleanup
-from .drop_batch import DropBatch
-from .fold_views import FoldViews
 from .fuse_act import FuseAct
 from .fuse_add_norm import FUSE_ADD_NORM
 from .fuse_all_reduce_norm import FuseAllReduceNorm
@@ -28,8 +25,11 @@ from .fuse_moe import FUSE_MOE
 from .fuse_quant import ACTIVATION, ATTENTION, NORM
 from .fuse_rope_store import FUSE_ROPE_STORE
 from .module_paths import module_path
+from .raising.canonicalize_linear import CANONICALIZE_LINEAR
+from .raising.drop_batch import DropBatch
+from .raising.fold_views import FoldViews
+from .raising.rope_table import RopeTable
 from .report import PassReport
-from .rope_table import RopeTable
 from .rule import Context, Rule
 from .sites import op_name, without_nodes
 from .verify import State, check_graph, check_nothing_else, check_rewrite

@@ -65,10 +65,10 @@ def trace_by_dispatch(
     names = {id(tensor): name for name, tensor in named.items()}
 
     def call(symbols: list[torch.SymInt], tensors: dict[str, Tensor]) -> Tensor:
-        given = tree_map(lambda x: tensors[names[id(x)]] if isinstance(x, Tensor) else x, args)
+        arguments = tree_map(lambda x: tensors[names[id(x)]] if isinstance(x, Tensor) else x, args)
         held = {name: tensors[WEIGHTS + name] for name in weights}
         with _paths(model), WithoutDriver():
-            return torch.func.functional_call(model, held, given)  # type: ignore[no-any-return]
+            return torch.func.functional_call(model, held, arguments)  # type: ignore[no-any-return]
 
     try:
         with torch.inference_mode(), mode, fx.traceback.preserve_node_meta():

@@ -69,8 +69,8 @@ def respell(traced: Traced) -> Traced:
     flat = iter(range(len(traced.inputs)))
     for node in old.graph.nodes:
         if node.op == "placeholder":
-            made = graph.placeholder(_placeholder_name(traced, next(flat)))
-            made.meta = {"example_value": node.meta["val"]}
+            copy = graph.placeholder(_placeholder_name(traced, next(flat)))
+            copy.meta = {"example_value": node.meta["val"]}
         elif node.op == "output":
             (result,) = node.all_input_nodes
             graph.output((mapping[result],))
@@ -79,11 +79,11 @@ def respell(traced: Traced) -> Traced:
             mapping[node] = mapping[node.args[0]]
             continue
         else:
-            made = _call(graph, node, mapping)
+            copy = _call(graph, node, mapping)
             value = node.meta.get("val")
-            made.meta |= {"example_value": value[0] if made.target is F.layer_norm else value}
-            made.meta |= {k: node.meta[k] for k in ("nn_module_stack",) if k in node.meta}
-        mapping[node] = made
+            copy.meta |= {"example_value": value[0] if copy.target is F.layer_norm else value}
+            copy.meta |= {k: node.meta[k] for k in ("nn_module_stack",) if k in node.meta}
+        mapping[node] = copy
     graph.lint()
     return replace(traced, gm=fx.GraphModule(torch.nn.Module(), graph))
 
@@ -103,8 +103,8 @@ def _call(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, fx.Node]) -> fx
     if target in _METHODS:
         return graph.call_method(_METHODS[target], args, kwargs)
     if target in _SPECIAL:
-        made: fx.Node = _SPECIAL[target](graph, node, args, kwargs)
-        return made
+        copy: fx.Node = _SPECIAL[target](graph, node, args, kwargs)
+        return copy
     return graph.node_copy(node, lambda n: mapping[n])
 
 
@@ -116,8 +116,8 @@ def _cast(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
 
 
 def _empty_like(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
-    given = {name: value for name, value in kwargs.items() if name != "pin_memory" or value}
-    return graph.call_function(torch.empty_like, args, given)
+    options = {name: value for name, value in kwargs.items() if name != "pin_memory" or value}
+    return graph.call_function(torch.empty_like, args, options)
 
 
 def _clone(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
@@ -128,8 +128,8 @@ def _clone(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
 
 def _slice(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
     source: Any = node.args[0]
-    given: tuple[Any, ...] = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
-    dim, start, stop, step = given
+    bounds: tuple[Any, ...] = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
+    dim, start, stop, step = bounds
     num_dims = source.meta["val"].dim()
     stop = None if isinstance(stop, int) and stop > _END else stop
     index: list[Any] = [slice(None)] * num_dims
@@ -158,8 +158,8 @@ def _layer_norm(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.No
 def _embedding(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
     """The op, which clamps what ``F.embedding`` refuses, for the ids of one row."""
     weight, ids = args[:2]
-    given: Tensor = node.args[1].meta["val"]  # type: ignore[union-attr]
-    if given.dim() > 2 or (given.dim() == 2 and str(given.shape[0]) != "1"):
+    read: Tensor = node.args[1].meta["val"]  # type: ignore[union-attr]
+    if read.dim() > 2 or (read.dim() == 2 and str(read.shape[0]) != "1"):
         return graph.call_function(F.embedding, (ids, weight))
 
     def then(name: str, *how: Any) -> Callable[[fx.Node], fx.Node]:
@@ -168,12 +168,12 @@ def _embedding(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Nod
     def rows(ids: fx.Node) -> fx.Node:
         return graph.call_function(torch.ops.fw.embedding.default, (ids, weight))
 
-    steps = [then("squeeze", 0)] if given.dim() == 2 else []
-    steps += [then("to", torch.int32)] if given.dtype != torch.int32 else []
+    steps = [then("squeeze", 0)] if read.dim() == 2 else []
+    steps += [then("to", torch.int32)] if read.dtype != torch.int32 else []
     for step in [*steps, rows]:
         ids = step(ids)
         ids.meta["example_value"] = compute_fake(ids)
-    return graph.call_method("unsqueeze", (ids, 0)) if given.dim() == 2 else ids
+    return graph.call_method("unsqueeze", (ids, 0)) if read.dim() == 2 else ids
 
 
 def _size(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fusewright.compiler.capture.dispatch import trace_by_dispatch
 from fusewright.compiler.capture.trace import trace
 
 
@@ -21,6 +22,24 @@ def capture(fn: Callable[..., Any], **inputs: Tensor) -> fx.GraphModule:
 
     dynamic = {name: {0: "num_tokens"} for name, value in inputs.items() if not is_weight(value)}
     return trace(Positional(), tuple(inputs.values()), inputs, dynamic).gm
+
+
+def dispatched(fn: Callable[..., Any], *weights: str, **inputs: Tensor) -> fx.GraphModule:
+    """The graph of ``fn(**inputs)`` as of a captured model; dimension 0 is dynamic but in
+    ``weights``.  ``run_dispatched`` runs it."""
+
+    class Positional(nn.Module):
+        def forward(self, *args: Tensor) -> Any:
+            return fn(**dict(zip(inputs, args, strict=True)))
+
+    dynamic = {name: {0: "num_tokens"} for name in inputs if name not in weights}
+    return trace_by_dispatch(Positional(), tuple(inputs.values()), inputs, dynamic, str).gm
+
+
+def run_dispatched(gm: fx.GraphModule, num_tokens: int, **inputs: Tensor) -> Tensor:
+    """The result of a graph of ``dispatched``."""
+    result: Tensor = gm(num_tokens, *inputs.values())[0]
+    return result
 
 
 def aten(fn: Callable[..., Any], **inputs: Tensor) -> fx.GraphModule:

@@ -15,8 +15,8 @@ from torch import Tensor, fx
 from ...passes import Subgraph, digest, external_inputs, extract, fake_value
 from ...passes.rule import memory, writes, written
 from ..capture.trace import GraphInput, Traced
-from ..emit.direct import is_spelled
 from ..run.plan import PieceStep
+from .direct import is_spelled
 
 CONSTANTS = "constants/"
 
@@ -36,20 +36,22 @@ def take_constants(traced: Traced) -> tuple[Traced, Constants]:
     names = dict(zip(graph.find_nodes(op="placeholder"), traced.inputs, strict=True))
     constant = _constant_nodes(graph)
     inputs, steps, pieces = list(traced.inputs), list[PieceStep](), dict[str, Subgraph]()
+    known: dict[tuple[str, ...], fx.Node] = {}
     last = list(names)[-1]
     for node in list(_worth_taking(graph, constant)):
         nodes = [one for one in graph.nodes if one in _computing(node, constant)]
         piece = extract(nodes, [node], external_inputs(nodes))
-        name = f"{CONSTANTS}{len(steps)}"
-        key = digest(piece.module)
-        pieces.setdefault(key, piece)
-        read = tuple(names[one].name for one in piece.inputs)
-        steps.append(PieceStep(key, read, (name,), per_token=False))
-        with graph.inserting_after(last):
-            last = graph.placeholder(name.replace("/", "_"))
-        last.meta = {"example_value": fake_value(node)}
-        inputs.append(GraphInput(name))
-        node.replace_all_uses_with(last)
+        key, read = digest(piece.module), tuple(names[one].name for one in piece.inputs)
+        if (key, *read) not in known:
+            name = f"{CONSTANTS}{len(steps)}"
+            pieces[key] = piece
+            steps.append(PieceStep(key, read, (name,), per_token=False))
+            with graph.inserting_after(last):
+                last = graph.placeholder(name.replace("/", "_"))
+            last.meta = {"example_value": fake_value(node)}
+            inputs.append(GraphInput(name))
+            known[key, *read] = last
+        node.replace_all_uses_with(known[key, *read])
     graph.eliminate_dead_code(writes)
     traced.gm.recompile()
     return replace(traced, inputs=tuple(inputs)), Constants(tuple(steps), pieces)

@@ -2,7 +2,7 @@
 
 Before: ``rotary_embedding(arange(num_tokens), q, k, angles(positions.clamp(0, n - 1)))``.  After:
 ``rotary_embedding(positions, q, k, angles(arange(n)))``.  The table depends on weights alone, so it
-is computed once, at the start (``compiler/lowering/constants``).
+is computed once, at the start (``compiler/emit/constants``).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .canonicalize import argument, is_pointwise, kind, tensor
-from .report import PassReport
-from .rule import Context, Tier, is_call
-from .sites import Miss
-from .subgraph import fake_value
+from ..canonicalize import argument, is_pointwise, kind, tensor
+from ..report import PassReport
+from ..rule import Context, Tier, is_call
+from ..sites import Miss
+from ..subgraph import fake_value
 
 _ATEN = torch.ops.aten
 _ROTARY = torch.ops.fw.rotary_embedding.default

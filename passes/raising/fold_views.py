@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .canonicalize import kind
-from .report import PassReport
-from .rule import EXACT, Context, is_call, memory, refresh_view, written
-from .sites import Match, SitePass
-from .subgraph import fake_value, layout
+from ..canonicalize import kind
+from ..report import PassReport
+from ..rule import EXACT, Context, is_call, memory, refresh_view, written
+from ..sites import Match, SitePass
+from ..subgraph import fake_value, layout
 
 _VIEWS = ("transpose", "permute", "squeeze", "unsqueeze", "select", "t")
 _KINDS = ("view", "expand", "unsqueeze", "select", "slice", "item")

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
-from .canonicalize import argument, in_order, is_pointwise, kind
-from .report import PassReport
-from .rule import EXACT, Context, is_call, memory, writes
-from .sites import NotASite
-from .subgraph import compute_fake, fake_value
+from ..canonicalize import argument, in_order, is_pointwise, kind
+from ..report import PassReport
+from ..rule import EXACT, Context, is_call, memory, writes
+from ..sites import NotASite
+from ..subgraph import compute_fake, fake_value
 
 _ATEN = torch.ops.aten
 _OF_LAST = (torch.ops.fw.linear.default, torch.ops.fw.rms_norm.default, F.linear, F.layer_norm)
@@ -46,7 +46,8 @@ class DropBatch:
         made: set[fx.Node] = set()
         for node in list(gm.graph.nodes):
             _refresh(node, made)
-            if not node.op.startswith("call_") or not any(map(_has_batch, node.all_input_nodes)):
+            reads = node.op.startswith("call_") and any(map(_has_batch, node.all_input_nodes))
+            if not reads and not _views_with_batch(node):
                 continue
             name, ends = node.name, not _batched_results(node)
             try:
@@ -65,7 +66,8 @@ class DropBatch:
         Raises:
             NotASite: it is not known what it computes without a batch, or no argument gains by it.
         """
-        if writes(node) or not any(map(_adds_batch, node.all_input_nodes)):
+        gains = _views_with_batch(node) or any(map(_adds_batch, node.all_input_nodes))
+        if writes(node) or not gains:
             raise NotASite(f"{node.name} reads no value that was given a batch")
         results, new = _batched_results(node), list[fx.Node]()
         outputs = results or [node]
@@ -110,6 +112,14 @@ def _batched_results(node: fx.Node) -> list[fx.Node]:
 
 def _adds_batch(node: fx.Node) -> bool:
     return kind(node) == "unsqueeze" and argument(node, 1, "dim") == 0
+
+
+def _views_with_batch(node: fx.Node) -> bool:
+    """Whether a node is a view with a batch of a tensor without one."""
+    if kind(node) != "view" or len(node.args) != 2 or not _has_batch(node):
+        return False
+    source, sizes = node.args
+    return not _has_batch(source) and isinstance(sizes, (list, tuple)) and sizes[0] in (1, -1)
 
 
 def _refresh(node: fx.Node, made: set[fx.Node]) -> None:
@@ -191,11 +201,13 @@ def _view(node: fx.Node, inner: Inner) -> Call | None:
     if kind(node) not in ("view", "expand") or len(node.args) != 2:
         return None
     source, sizes = node.args
+    if _views_with_batch(node):
+        return node.target, (source, list(sizes[1:])), {}  # type: ignore[index,arg-type]
     if not isinstance(sizes, (list, tuple)) or not _has_batch(source):
         return None
     if not _has_batch(node):
         return (node.target, (inner(source), sizes), {}) if kind(node) == "view" else None
-    if sizes[0] != 1 and not (kind(node) == "expand" and sizes[0] == -1):
+    if sizes[0] not in (1, -1):
         return None
     if kind(node) == "expand" and len(sizes) != fake_value(source).dim():
         return None

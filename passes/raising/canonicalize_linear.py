@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from .canonicalize import kind, roundings, tensor
-from .rule import Tier, is_call
-from .sites import Match, Miss, SitePass, call
-from .subgraph import fake_value
+from ..canonicalize import kind, roundings, tensor
+from ..rule import Tier, is_call
+from ..sites import Match, Miss, SitePass, call
+from ..subgraph import fake_value
 
 _ATEN = torch.ops.aten
 

@@ -1,0 +1,1 @@
+"""The passes that raise the graph of a captured model to what the others read: see ``RAISE``."""
