@@ -7,7 +7,7 @@ fill them from the checkpoint.  It has no code: a program runs it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...config.errors import UserError
-from ..checkpoint import TensorInfo, read_headers
+from ..checkpoint import read_headers
 from ..hf_json import HfConfig, read_json
 from ..spec import ModelSpec
 from .checkpoint_map import moves_of, tied_tensors

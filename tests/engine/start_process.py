@@ -23,8 +23,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-FORBIDDEN = ("torch._dynamo", "torch._inductor", "triton", "jinja2")
-"""A warm start imports none of these: the compilers, and Jinja, which conversations alone need."""
+FORBIDDEN = ("torch._dynamo", "torch._inductor", "triton", "transformers", "jinja2")
+"""A warm start imports none of these: compilers, the library of captured models, and Jinja, which
+conversations alone need."""
 COMPILERS = ("ptxas", "nvcc", "gcc", "g++", "cc", "c++", "clang", "clang++", "ld", "as", "ninja")
 TIMEOUT_S = 500
 
