@@ -120,6 +120,8 @@ def _make(
                 proof = model.prove()
         files, report = build(model, config, wanted, timer=timer, record=record)
         report |= {"proof": dict(proof)} if proof else {}
+        with timer.phase("describe"):
+            files |= model.describe()
     with timer.phase("publish"):
         artifact = store.publish(wanted.key, files, report, wanted.label)
     return replace(_load(artifact, False, timer), built=True)

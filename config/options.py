@@ -46,6 +46,13 @@ class EngineOptions:
         "whose generation_config.json has the sampling of requests that leave it out: the model's "
         "(auto), nobody's (none), or that of this folder",
     )
+    model_impl: str = _option(
+        "auto",
+        "model",
+        "whose implementation: an adapter's where there is one (auto, adapter), or that of "
+        "transformers, captured",
+        ("auto", "adapter", "transformers"),
+    )
     dtype: str = _option(
         "auto", "model", "weights and activations", ("auto", "bfloat16", "float16", "float32")
     )

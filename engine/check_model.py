@@ -51,7 +51,22 @@ _KINDS = {
 
 
 _MOVES = frozenset(
-    ["contiguous", "clone", "empty_like", "expand", "getitem", "permute", "reshape", "select", "slice", "split", "squeeze", "transpose", "unsqueeze", "view"]
+    [
+        "contiguous",
+        "clone",
+        "empty_like",
+        "expand",
+        "getitem",
+        "permute",
+        "reshape",
+        "select",
+        "slice",
+        "split",
+        "squeeze",
+        "transpose",
+        "unsqueeze",
+        "view",
+    ]
 )
 """Calls that compute nothing: views, memory and copies."""
 

@@ -101,7 +101,7 @@ def explain_model(
         tuner=Tuner(known=artifact.manifest.report["tuned_us"]) if artifact else None,
     )
     assert before.traced is not None
-    where = Where(source.repeat, spec.first_layer)
+    where = Where(source.repeat or source.shown, spec.first_layer)
     off = passes_off(options, config)
     sites = expected_sites(lowered.reports, before.traced, config.compile.passes, off, where)
     notes = [_UNMEASURED] if config.compile.tune and not artifact else []

@@ -9,6 +9,7 @@ from pathlib import Path
 from ..config import ModelLimits, UserError
 from ..config.weight_format import StoredFormat
 from .abacus import BUNDLED
+from .captured.described import Lookup, described_spec, nowhere
 from .checkpoint_facts import fit_to_checkpoint
 from .hf_json import HfConfig, read_json
 from .models import ARCHITECTURES
@@ -21,9 +22,14 @@ from .sources.hub import hub_name, small_files, weight_files
 from .spec import ModelSpec
 
 
-def read_spec(folder: Path | str) -> ModelSpec:
+def read_spec(folder: Path | str, impl: str = "auto", lookup: Lookup = nowhere) -> ModelSpec:
     """Read and check ``config.json`` of a model folder, and fit it to the folder's checkpoint where
     there is one.
+
+    Args:
+        impl: as the option ``model_impl``.
+        lookup: finds artifacts that describe a model without an adapter, whose library is imported
+            otherwise.
 
     Raises:
         UserError: the folder or the file cannot be read, a field is missing or wrong, or the
@@ -43,7 +49,15 @@ def read_spec(folder: Path | str) -> ModelSpec:
         )
     config = HfConfig(path, read_json(path))
     name = _architecture(config)
-    if name not in ARCHITECTURES:
+    if name not in ARCHITECTURES and impl == "adapter":
+        supported = ", ".join(ARCHITECTURES)
+        raise UserError(
+            f"model_impl=adapter: architecture {name!r} has none; supported: {supported}; or use "
+            "auto, which captures its implementation in transformers"
+        )
+    if name not in ARCHITECTURES or impl == "transformers":
+        if described := described_spec(folder, config.values, lookup):
+            return described
         # Only now: it imports torch and a library, which takes seconds.
         from .captured.read import captured_spec
 
@@ -95,7 +109,7 @@ def _architecture(config: HfConfig) -> str:
     return str(names[0])
 
 
-def model_folder(model: str, *, weights: bool = False) -> Path:
+def model_folder(model: str, *, weights: bool = False, lookup: Lookup = nowhere) -> Path:
     """The folder of ``model``: a path, the name of a bundled one, or ``ORG/NAME[@revision]`` on the
     Hub, of which what is not in the Hub's cache is downloaded.  A GGUF file, or a folder of one, is
     converted into a folder, once.
@@ -103,6 +117,7 @@ def model_folder(model: str, *, weights: bool = False) -> Path:
     Args:
         model: a path wins over a name.
         weights: of a model on the Hub, its weights shall be there too.
+        lookup: as of ``read_spec``.
 
     Raises:
         UserError: a model on the Hub cannot be had, or it or a GGUF file is not one that
@@ -117,7 +132,7 @@ def model_folder(model: str, *, weights: bool = False) -> Path:
         return Path(model) if file is None else converted(file, read_spec)
     folder = small_files(hub)
     if weights:
-        read_spec(folder)  # refused before gigabytes are downloaded
+        read_spec(folder, lookup=lookup)  # refused before gigabytes are downloaded
         weight_files(hub, folder)
     return folder
 

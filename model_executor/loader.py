@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from ..config.errors import UserError
 from ..ops.core.float8 import E4M3
 from .captured.checkpoint_map import moves_of
+from .captured.described import Lookup, nowhere
 from .captured.library import build
-from .captured.linears import tensors_of
 from .captured.model import CapturedModel, fill_captured
 from .captured.moves import copy_moves
+from .captured.skeleton import Skeleton, planned
 from .checkpoint import TensorInfo, open_checkpoint_file, read_headers
 from .dummy import fill_dummy
 from .experts import ExpertLinear, expert_shares
@@ -36,7 +37,7 @@ from .quant.scales import find_scales, read_scales
 from .slots import Read, all_slots, elsewhere, plan_reads, stored_buffers
 from .spec import ModelSpec, stage_of
 
-Model: TypeAlias = DecoderModel | CapturedModel
+Model: TypeAlias = DecoderModel | CapturedModel | Skeleton
 ProgressBar: TypeAlias = Callable[[str, int], AbstractContextManager[Callable[[int], Any]]]
 """Takes a label and a total.  The context manager that it returns gives a function, which advances
 the bar by a number of units."""
@@ -57,6 +58,7 @@ def load_model(
     seed: int = 0,
     progress: ProgressBar = no_progress,
     rank: int = 0,
+    lookup: Lookup = nowhere,
 ) -> Model:
     """Build the model of ``spec`` on ``device`` with the weights of ``folder``, or one rank's part
     of them.
@@ -72,13 +74,17 @@ def load_model(
         progress: shows the bytes that are loaded, see ``ProgressBar``.
         rank: number of this rank among all that hold the model, those of the first stage first.
             It reads only its slices of its stage's layers.
+        lookup: finds artifacts that describe a captured model.  One that is described is only its
+            tensors, without code, and its library is not imported; random weights need the library.
 
     Raises:
         UserError: a checkpoint file is missing or damaged, its tensors are not those of the model,
             or the device has no room for them.
     """
     if spec.captured:
-        return _load_captured(spec, Path(folder), device, load_format, seed, progress)
+        if load_format == "dummy":
+            return _dummy_captured(spec, device, seed)
+        return _load_captured(spec, Path(folder), device, progress, lookup)
     stage, tp_rank = divmod(rank, spec.tensor_parallel_size)
     try:
         model = DecoderModel(stage_of(spec, stage))
@@ -108,23 +114,30 @@ def load_model(
     return model.eval()
 
 
+def _dummy_captured(spec: ModelSpec, device: torch.device | str, seed: int) -> CapturedModel:
+    model = CapturedModel(spec)
+    materialize(model, None, device)
+    fill_captured(model, seed)
+    return model
+
+
 def _load_captured(
     spec: ModelSpec,
     folder: Path,
     device: torch.device | str,
-    load_format: str,
-    seed: int,
     progress: ProgressBar,
-) -> CapturedModel:
-    model = CapturedModel(spec)
-    if load_format == "dummy":
-        materialize(model, None, device)
-        fill_captured(model, seed)
-        return model
-    moves = moves_of(build(model.facts, spec.dtype), read_headers(folder))
+    lookup: Lookup,
+) -> CapturedModel | Skeleton:
+    model: CapturedModel | Skeleton
+    if described := planned(spec, folder, lookup):
+        model, moves = described.model, described.moves
+    else:
+        model = CapturedModel(spec)
+        moves = moves_of(build(model.facts, spec.dtype), read_headers(folder))
     materialize(model, None, device)
+    tensors = model.library_tensors()
     with progress("Loading weights", sum(move.nbytes for move in moves)) as advance:
-        copy_moves(moves, tensors_of(model.library), advance)
+        copy_moves(moves, tensors, advance)
     return model
 
 
@@ -209,12 +222,12 @@ def _quantized(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Quantiza
                 yield f"{name}.weight[{number}]", module.expert(number)
 
 
-def make_model(spec: ModelSpec) -> Model:
+def make_model(spec: ModelSpec) -> DecoderModel | CapturedModel:
     """The modules of a model, or of a stage of it, on the meta device."""
     return CapturedModel(spec) if spec.captured else DecoderModel(spec)
 
 
-def fake_model(spec: ModelSpec, device: torch.device) -> Model:
+def fake_model(spec: ModelSpec, device: torch.device) -> DecoderModel | CapturedModel:
     """The model with uninitialized weights of the right shapes; under ``FakeTensorMode`` they have
     no memory either."""
     model = make_model(spec)
@@ -227,9 +240,7 @@ def fake_model(spec: ModelSpec, device: torch.device) -> Model:
     return model.eval()
 
 
-def materialize(
-    model: nn.Module, dtype: torch.dtype | None, device: torch.device | str
-) -> None:
+def materialize(model: nn.Module, dtype: torch.dtype | None, device: torch.device | str) -> None:
     """Give every meta parameter uninitialized memory; tied parameters stay one.  Buffers move.
 
     Raises:

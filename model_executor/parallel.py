@@ -71,6 +71,12 @@ def check_parallel(
         UserError: names what does not divide, and the numbers that would work; or the model has
             no experts to spread, or one rank would hold them all.
     """
+    if spec.captured and world * num_stages > 1:
+        name = "tensor" if world > 1 else "pipeline"
+        raise UserError(
+            f"{name}_parallel_size={max(world, num_stages)}: a model without an adapter runs on one "
+            "rank; give 1"
+        )
     if num_stages > spec.num_layers:
         raise UserError(
             f"pipeline_parallel_size={num_stages}: a stage has a layer at least, and "

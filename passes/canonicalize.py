@@ -92,7 +92,9 @@ def is_pointwise(node: fx.Node) -> bool:
     """Whether each element is computed of those at its place, as they are spread over the shape."""
     if kind(node) in _POINTWISE_KINDS or node.target in _POINTWISE:
         return True
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    return (
+        isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    )
 
 
 def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:

@@ -105,10 +105,10 @@ def _build(norm: _Norm, swapped: bool, graph: fx.Graph) -> list[fx.Node]:
     elif tensor(weight).dtype not in (norm.dtype, torch.float32):
         weight = call(torch.ops.aten._to_copy.default, (weight,), {"dtype": torch.float32})
     if swapped:
-        x = call(torch.ops.aten.transpose.int, (x, 1, 2))
+        x = call(torch.ops.aten.transpose.int, (x, -3, -2))
     offset = () if norm.weight_offset is None else (norm.weight_offset,)
     normed = call(torch.ops.fw.rms_norm.default, (x, weight, norm.eps, *offset))
-    return [call(torch.ops.aten.transpose.int, (normed, 1, 2)) if swapped else normed]
+    return [call(torch.ops.aten.transpose.int, (normed, -3, -2)) if swapped else normed]
 
 
 def _sites(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Any]]:
@@ -179,7 +179,7 @@ def _check_layout(result: fx.Node) -> None:
     """Refuse a result that is neither dense, as the op's is, nor heads that follow one another
     within each token."""
     value = tensor(result)
-    if value.dim() != 4 or not is_dense(value.transpose(1, 2)):
+    if value.dim() not in (3, 4) or not is_dense(value.transpose(-3, -2)):
         check_dense(result)
 
 

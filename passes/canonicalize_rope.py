@@ -145,27 +145,32 @@ def _table(graph: fx.Graph, rotation: Rotation) -> tuple[fx.Node, fx.Node]:
 def _by_token(graph: fx.Graph, rotation: Rotation) -> fx.Node:
     """The rotated tensor as [tokens, heads, head_dim]."""
     x, heads_dim = rotation.x, rotation.heads_dim
-    shape = with_batch(tensor(x)).shape
     if tensor(x).dim() == 3:
-        x = graph.call_function(_ATEN.unsqueeze.default, (x, 0))
+        return _swapped(graph, x, rotation)
+    shape = tensor(x).shape
     if heads_dim == 1:
         x = graph.call_function(_ATEN.transpose.int, (x, 1, 2))
     return graph.call_function(_ATEN.reshape.default, (x, [-1, shape[heads_dim], shape[3]]))
 
 
+def _swapped(graph: fx.Graph, rows: fx.Node, rotation: Rotation) -> fx.Node:
+    """A tensor without a batch with the heads behind the tokens, or before them again."""
+    if rotation.heads_dim == 2:
+        return rows
+    return graph.call_function(_ATEN.transpose.int, (rows, 0, 1))
+
+
 def _as_before(graph: fx.Graph, rows: fx.Node, rotation: Rotation) -> fx.Node:
     """The inverse of ``_by_token``, in the strides of the spelling's result."""
     call, x, heads_dim = graph.call_function, rotation.x, rotation.heads_dim
-    shape = with_batch(tensor(x)).shape
-    alone = tensor(x).dim() == 3
-    tokens = call(_ATEN.sym_size.int, (x, 3 - heads_dim - alone))
-    batch = 1 if alone else call(_ATEN.sym_size.int, (x, 0))
-    sizes = [batch, tokens, shape[heads_dim], shape[3]]
-    made = call(_ATEN.reshape.default, (rows, sizes))
-    if heads_dim == 1:
-        made = call(_ATEN.transpose.int, (made, 1, 2))
-    if alone:
-        made = call(_ATEN.squeeze.dim, (made, 0))
+    if tensor(x).dim() == 3:
+        made = _swapped(graph, rows, rotation)
+    else:
+        shape = tensor(x).shape
+        tokens, batch = (call(_ATEN.sym_size.int, (x, dim)) for dim in (3 - heads_dim, 0))
+        made = call(_ATEN.reshape.default, (rows, [batch, tokens, shape[heads_dim], shape[3]]))
+        if heads_dim == 1:
+            made = call(_ATEN.transpose.int, (made, 1, 2))
     if rotation.by_head:
         made = call(_ATEN.clone.default, (made,), {"memory_format": torch.contiguous_format})
     return made

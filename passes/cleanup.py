@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from .report import PassReport
-from .rule import EXACT, Context, memory, writes, written
+from .rule import EXACT, Context, memory, refresh_view, writes, written
 from .subgraph import fake_value, layout
 
 _VIEWS = {
@@ -61,7 +61,10 @@ class Cleanup:
     def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
         report = PassReport(self.name)
         sizes, owned, table = _size_inputs(gm), _owned(gm), _Expressions()
+        replaced = False
         for node in list(gm.graph.nodes):
+            if replaced:
+                refresh_view(node)
             replacement = (
                 _noop_input(node)
                 or _known_size(node, sizes)
@@ -72,6 +75,7 @@ class Cleanup:
                 node.replace_all_uses_with(replacement)
                 gm.graph.erase_node(node)
                 report.match(node.name)
+                replaced = True
         before = {node.name for node in gm.graph.nodes}
         gm.graph.eliminate_dead_code(writes)
         for name in sorted(before - {node.name for node in gm.graph.nodes}):

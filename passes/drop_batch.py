@@ -79,7 +79,9 @@ class DropBatch:
             how = graph.call_method if isinstance(target, str) else graph.call_function
             made = [how(target, args, kwargs)]
             if outputs[0] is not node:
-                made = [graph.call_function(operator.getitem, (made[0], r.args[1])) for r in outputs]
+                made = [
+                    graph.call_function(operator.getitem, (made[0], r.args[1])) for r in outputs
+                ]
             if results:
                 made = [graph.call_method("unsqueeze", (one, 0)) for one in made]
             new.extend(made)
@@ -91,8 +93,11 @@ class DropBatch:
 
 def _has_batch(node: Any) -> bool:
     value = fake_value(node) if isinstance(node, fx.Node) else None
-    return isinstance(value, Tensor) and value.dim() > 1 and isinstance(value.shape[0], int) and (
-        value.shape[0] == 1
+    return (
+        isinstance(value, Tensor)
+        and value.dim() > 1
+        and isinstance(value.shape[0], int)
+        and (value.shape[0] == 1)
     )
 
 
@@ -231,7 +236,9 @@ def _index(node: fx.Node, inner: Inner) -> Call | None:
     if not is_call(node, operator.getitem) or not _has_batch(source) or not _has_batch(node):
         return None
     index = node.args[1]
-    if not isinstance(index, tuple) or not all(i is Ellipsis or isinstance(i, slice) for i in index):
+    if not isinstance(index, tuple) or not all(
+        i is Ellipsis or isinstance(i, slice) for i in index
+    ):
         return None
     if Ellipsis not in index:
         if index[0] != slice(None):

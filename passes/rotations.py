@@ -24,6 +24,7 @@ from torch import fx
 from .angles import Half, read_complex, read_half, read_spread
 from .canonicalize import (
     argument,
+    columns,
     is_dense,
     is_same,
     kind,
@@ -105,6 +106,9 @@ def read(site: Any) -> Rotation:
         raise Miss(f"the result is {tensor(result).dtype}, the rotated tensor {tensor(x).dtype}")
     _check_dtypes(x, computed, found)
     heads_dim = _heads_dim(x, found)
+    if (whole := _whole(x, result)) is not None:
+        nodes += [x, *part_nodes(x), *part_nodes(whole[2]), whole[2], whole[1]]
+        x, result = whole[:2]
     return Rotation(
         x,
         result,
@@ -116,6 +120,24 @@ def read(site: Any) -> Rotation:
         found.tier or _ROUNDED.get(computed, EXACT),
         [node for node in nodes if node is not x],
     )
+
+
+def _whole(x: fx.Node, result: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+    """(heads, joined, rest) if x is the first columns of ``heads``, and ``joined`` puts the rest of
+    them behind the rotated ones, as the op does; None if not."""
+    first = columns(x)
+    join = next(iter(result.users)) if len(result.users) == 1 else None
+    if first is None or first[1] != 0 or kind(join) != "cat":
+        return None
+    parts: Any = argument(join, 0, "tensors")  # type: ignore[arg-type]
+    last = argument(join, 1, "dim", 0) in (-1, tensor(join).dim() - 1)  # type: ignore[arg-type]
+    if len(parts) != 2 or parts[0] is not result or not last:
+        return None
+    rest, width = columns(parts[1]), tensor(first[0]).shape[-1]
+    if rest is None or rest[0] is not first[0] or rest[1:] != (first[2], width):
+        return None
+    same = tensor(first[0]).dim() == tensor(x).dim() and tensor(join).dtype == tensor(x).dtype
+    return (first[0], join, parts[1]) if same else None  # type: ignore[return-value]
 
 
 def _check_dtypes(x: fx.Node, computed: torch.dtype, found: _Found) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from .indexing import item
+from .without_driver import contiguous, item
 
 
 def fake_value(node: fx.Node) -> Any:
@@ -72,6 +72,8 @@ def compute_fake(node: fx.Node) -> Any:
         tensors = _tensors([fake_value(n) for n in node.graph.find_nodes(op="placeholder")])
     modes = [value.fake_mode for value in tensors if isinstance(value, FakeTensor)]
     with modes[0] if modes else nullcontext():
+        if node.op == "call_method" and node.target == "contiguous" and not (args[1:] or kwargs):
+            return contiguous(args[0])
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         if not callable(node.target):

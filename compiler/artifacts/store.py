@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ...config import UserError
+from ...config import EngineOptions, UserError
 from . import archive, disk, signing, store_folder
 from .archive import ARTIFACTS
 from .artifact import REMEDY, Artifact, Manifest, Refusal
@@ -100,6 +100,19 @@ class Store:
                 return artifact
         return None
 
+    def having(self, name: str) -> Iterator[Artifact]:
+        """The artifacts that have a file, in order of search, as far as they can be trusted; their
+        files are verified when they are read."""
+        for root in self.search_paths:
+            for path in store_folder.folders(root):
+                if not os.path.lexists(path / name):
+                    continue
+                try:
+                    artifact = self._opened(root, path)
+                except (Refusal, OSError):
+                    continue
+                yield artifact
+
     def refuse(self, artifact: Artifact, refusal: Refusal) -> None:
         """Have an artifact that is whole, but cannot be used, count as broken from now on."""
         self._unusable[artifact.path] = refusal
@@ -130,6 +143,11 @@ class Store:
             raise
 
     def _verified(self, root: Path, path: Path) -> Artifact:
+        artifact = self._opened(root, path)
+        artifact.verify()
+        return artifact
+
+    def _opened(self, root: Path, path: Path) -> Artifact:
         for folder in (root, root / ARTIFACTS, path):
             _check_trust(folder, folder.lstat())
         for name, info in disk.walk(path):
@@ -137,7 +155,6 @@ class Store:
         artifact = Artifact.open(path)
         if self._trusted:
             signing.verify(artifact, self._trusted)
-        artifact.verify()
         return artifact
 
     def ls(self) -> list[Listed]:
@@ -345,6 +362,13 @@ def open_store(
         size_limit_bytes=size_limit_bytes,
         spare=spare,
     )
+
+
+def artifacts_having(options: EngineOptions, name: str) -> Iterable[Artifact]:
+    """``Store.having`` of the store that options name; none where they use no store."""
+    if not options.compile_cache or options.optimization_level == 0:
+        return ()
+    return open_store(options.compile_cache_dir, trusted_keys=options.trusted_keys).having(name)
 
 
 def _check_trust(path: Path, info: os.stat_result) -> None:

@@ -2,7 +2,8 @@
 
 The model's Python runs as it is written, and every op that reaches the dispatcher becomes a node.
 So no bytecode is read, and nothing can break the graph but code that depends on data.  Captured
-are ATen ops; ``respell`` gives them the spelling of Dynamo's graphs, which passes and emitters read.
+are ATen ops; ``respell`` gives them the spelling of Dynamo's graphs, which passes and emitters
+read.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
-from ...passes.indexing import Indexing
+from ...passes.without_driver import WithoutDriver
 from .respell import respell
 from .source import WEIGHTS
 from .trace import GraphInput, Traced, TraceError
@@ -53,7 +54,8 @@ def trace_by_dispatch(
 
     def like(tensor: Tensor, counts: Mapping[int, str]) -> Tensor:
         shape = [
-            sizes[counts[dim]][0] if dim in counts else size for dim, size in enumerate(tensor.shape)
+            sizes[counts[dim]][0] if dim in counts else size
+            for dim, size in enumerate(tensor.shape)
         ]
         with mode:
             return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
@@ -65,7 +67,7 @@ def trace_by_dispatch(
     def call(symbols: list[torch.SymInt], tensors: dict[str, Tensor]) -> Tensor:
         given = tree_map(lambda x: tensors[names[id(x)]] if isinstance(x, Tensor) else x, args)
         held = {name: tensors[WEIGHTS + name] for name in weights}
-        with _paths(model), Indexing():
+        with _paths(model), WithoutDriver():
             return torch.func.functional_call(model, held, given)  # type: ignore[no-any-return]
 
     try:

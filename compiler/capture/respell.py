@@ -19,6 +19,7 @@ from ...passes.subgraph import compute_fake
 from .trace import Traced
 
 _ATEN = torch.ops.aten
+_LAYER_NORM = _ATEN.native_layer_norm.default
 
 _OPERATORS: dict[Any, Any] = {
     _ATEN.add.Tensor: operator.add,
@@ -74,12 +75,13 @@ def respell(traced: Traced) -> Traced:
             (result,) = node.all_input_nodes
             graph.output((mapping[result],))
             continue
-        elif node.target in _SAME:
+        elif node.target in _SAME or _is_layer_norm(node):
             mapping[node] = mapping[node.args[0]]
             continue
         else:
             made = _call(graph, node, mapping)
-            made.meta |= {"example_value": node.meta.get("val")}
+            value = node.meta.get("val")
+            made.meta |= {"example_value": value[0] if made.target is F.layer_norm else value}
             made.meta |= {k: node.meta[k] for k in ("nn_module_stack",) if k in node.meta}
         mapping[node] = made
     graph.lint()
@@ -110,7 +112,12 @@ def _cast(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
     """A cast of the dtype alone; a copy to another device or layout stays as it is."""
     if set(kwargs) == {"dtype"}:
         return graph.call_method("to", (args[0], kwargs["dtype"]))
-    return graph.call_function(node.target, args, kwargs)
+    return graph.call_function(_ATEN._to_copy.default, args, kwargs)
+
+
+def _empty_like(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+    given = {name: value for name, value in kwargs.items() if name != "pin_memory" or value}
+    return graph.call_function(torch.empty_like, args, given)
 
 
 def _clone(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
@@ -121,7 +128,8 @@ def _clone(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
 
 def _slice(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
     source: Any = node.args[0]
-    dim, start, stop, step = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
+    given: tuple[Any, ...] = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
+    dim, start, stop, step = given
     num_dims = source.meta["val"].dim()
     stop = None if isinstance(stop, int) and stop > _END else stop
     index: list[Any] = [slice(None)] * num_dims
@@ -129,6 +137,22 @@ def _slice(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
     if dim in (-1, num_dims - 1):
         index = [Ellipsis, index[-1]]
     return graph.call_function(operator.getitem, (args[0], tuple(index)))
+
+
+def _is_layer_norm(node: fx.Node) -> bool:
+    """Whether a node takes a layer norm's result, or its statistics for nothing."""
+    source: Any = node.args[0] if node.target is operator.getitem else None
+    return source is not None and source.target is _LAYER_NORM and _takes_result(source)
+
+
+def _takes_result(node: fx.Node) -> bool:
+    return all(user.args[1] == 0 or not user.users for user in node.users)
+
+
+def _layer_norm(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
+    if _takes_result(node):
+        return graph.call_function(F.layer_norm, args)
+    return graph.call_function(node.target, args)
 
 
 def _embedding(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
@@ -159,8 +183,10 @@ def _size(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
 _SPECIAL: dict[Any, Callable[..., fx.Node]] = {
     _ATEN._to_copy.default: _cast,
     _ATEN.clone.default: _clone,
+    _ATEN.empty_like.default: _empty_like,
     _ATEN.slice.Tensor: _slice,
     _ATEN.embedding.default: _embedding,
+    _LAYER_NORM: _layer_norm,
     _ATEN.sym_size.int: _size,
 }
 

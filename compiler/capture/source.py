@@ -88,17 +88,21 @@ class Source:
         example: arguments to trace with; may be fake tensors.
         repeat: how the model stands for a deeper one, if it does.
         outside: the ops that the caller runs beside the program.
+        shown: how the layers of a model that is captured whole are named, for reports.
         experts: those whose tiles can be measured, if the model has some.
         why: of a model that is captured by running it, an error of its code in one line; None for
             one that Dynamo captures.
         prove: compares the model with its unmodified implementation before anything is built; what
             it returns is a part of the artifact's report.
+        describe: makes files of the artifact that describe the model to other starts.
     """
 
     model: nn.Module
     example: Example
     repeat: Repeat | None = None
     outside: OutsideCalls = lambda num_tokens, num_seqs: ()
+    shown: Repeat | None = None
     experts: Experts | None = None
     why: Callable[[BaseException], str] | None = None
     prove: Callable[[], Mapping[str, Any]] | None = None
+    describe: Callable[[], Mapping[str, bytes]] = dict

@@ -5,6 +5,9 @@ What a start can refuse without knowing the hardware is refused here.
 
 from __future__ import annotations
 
+from functools import partial
+
+from ...compiler.artifacts.store import artifacts_having
 from ...config import EngineOptions, UserError
 from ...config.check import check_limits, check_options
 from ...model_executor.checkpoint import checkpoint_files
@@ -29,8 +32,9 @@ def check_start(options: EngineOptions, *, weights: bool = True) -> None:
     if not options.model:
         raise UserError("model='': expected a Hugging Face model folder, ORG/NAME, or abacus")
     weights = weights and options.load_format != "dummy"
-    folder = model_folder(options.model, weights=weights)
-    spec = read_spec(folder)
+    lookup = partial(artifacts_having, options)
+    folder = model_folder(options.model, weights=weights, lookup=lookup)
+    spec = read_spec(folder, options.model_impl, lookup)
     check_limits(options, model_limits(spec))
     if spec.quant is None and options.quantization is not None:
         check_online_kind(spec, options.quantization)

@@ -36,6 +36,7 @@ from ...config import (
 )
 from ...config.expert_tables import Experts
 from ...model_executor.attention import AttentionInputs, CacheInputs
+from ...model_executor.hf_config import model_folder
 from ...model_executor.loader import fake_model
 from ...model_executor.models.decoder import distinct_layers
 from ...model_executor.spec import ModelSpec
@@ -95,11 +96,7 @@ def keys_as_good(key: Key, config: ResolvedConfig) -> list[Key]:
     """Keys of other artifacts that serve as well as that of ``key``.  Where rewrites need not be
     verified, an artifact in which they were does, as ``fusewright compile`` makes it; so does one
     with a proof where none is asked for."""
-    lacking = [
-        name
-        for name in ("verify", "proof")
-        if not getattr(config.compile, name)
-    ]
+    lacking = [name for name in ("verify", "proof") if not getattr(config.compile, name)]
     return [
         Key({**key.factors, **{f"config.compile.{name}": str(True) for name in names}})
         for count in range(1, len(lacking) + 1)
@@ -224,14 +221,26 @@ def _captured_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from ...model_executor.captured.read import why
+    from ...model_executor.captured.skeleton import describe
     from .proof import prove
 
     device = torch.device(config.hardware.device)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = fake_model(spec, device)
         inputs = example(spec, config.cache.block_size, device)
+    facts = spec.captured
+    assert facts is not None
+    layers = Repeat(f"library.{facts.layers}", facts.kinds, ()) if facts.layers else None
     proof = (lambda: prove(spec, config)) if config.compile.proof else None
-    return Source(model, inputs, outside=partial(outside_calls, spec), why=why, prove=proof)
+    return Source(
+        model,
+        inputs,
+        outside=partial(outside_calls, spec),
+        shown=layers,
+        why=why,
+        prove=proof,
+        describe=lambda: describe(spec, model_folder(config.model.path)),
+    )
 
 
 def experts_of(spec: ModelSpec) -> Experts | None:

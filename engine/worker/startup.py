@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import Event
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ... import ops
+from ...compiler.artifacts.store import artifacts_having
 from ...compiler.capture.source import WEIGHTS
 from ...compiler.compiled import LOOKUPS, Compiled
 from ...compiler.lowering.check_kernels import check_kernels
@@ -26,6 +28,7 @@ from ...compiler.run.program import Program, eager_program
 from ...config import EngineOptions, Hardware, ResolvedConfig, UserError, resolve, step_schema
 from ...graph_capture import Dispatcher, Graphs, StepBuffers, make_backend, say_free
 from ...model_executor.cache_spec import LayerGroup
+from ...model_executor.captured.described import nowhere
 from ...model_executor.hf_config import model_folder, model_limits, read_spec
 from ...model_executor.kv_cache import allocate_kv_caches, kv_cache_bytes_per_block
 from ...model_executor.loader import Model, load_model, out_of_memory
@@ -37,7 +40,14 @@ from .memory import outside_bytes
 from .missing_kernels import say_where_csrc_is_missing
 from .peers import Alone, Peers
 from .progress import Progress
-from .source import artifact_key, find_or_compile, first_input, kv_cache_name, module_arguments
+from .source import (
+    artifact_key,
+    configured_store,
+    find_or_compile,
+    first_input,
+    kv_cache_name,
+    module_arguments,
+)
 from .startup_report import StartupReport
 from .untuned_experts import say_how_to_tune
 
@@ -56,8 +66,10 @@ def read_model(
     Raises:
         UserError: the folder or an option is bad.
     """
-    folder = model_folder(options.model, weights=weights and options.load_format != "dummy")
-    spec = read_spec(folder)
+    lookup = partial(artifacts_having, options)
+    weights = weights and options.load_format != "dummy"
+    folder = model_folder(options.model, weights=weights, lookup=lookup)
+    spec = read_spec(folder, options.model_impl, lookup)
     config = resolve(options, hardware, model_limits(spec))
     parallel = config.parallel
     check_parallel(
@@ -87,6 +99,11 @@ def with_options(spec: ModelSpec, config: ResolvedConfig) -> ModelSpec:
         if spec.moe is None:
             raise UserError("record_expert_load: the model has no experts; leave it out")
         spec = replace(spec, moe=replace(spec.moe, record_load=True))
+    if spec.captured and spec.quant is None and precision.quantization in FORMATS:
+        raise UserError(
+            f"quantization={precision.quantization}: weights of a model without an adapter are not "
+            "quantized yet; leave it out"
+        )
     if spec.quant is None and precision.quantization in FORMATS:
         return quantize_online(spec, precision.quantization)
     return spec
@@ -130,6 +147,7 @@ def load_beside(
                 seed=config.model.seed,
                 progress=bar,
                 rank=rank,
+                lookup=configured_store(config.store).having if config.store.enabled else nowhere,
             )
 
     device = config.hardware.device

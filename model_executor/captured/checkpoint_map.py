@@ -11,8 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -125,15 +124,9 @@ def untie(model: Any, found: Mapping[str, TensorInfo], skip: Skip = _none) -> di
     Raises:
         UserError: as ``moves_of``.
     """
-    if not model.all_tied_weights_keys:
-        return {}
-    results = _plan(model, found, skip).results()
-    notes, headers = dict[str, str](), dict[Path, dict[str, RawTensor]]()
-    for name, home in list(model.all_tied_weights_keys.items()):
-        if name not in results or home not in results:
-            continue
-        raw = [_raw(results[key][1], headers) for key in (name, home)]
-        if raw[0] and raw[1] and equal_bits(raw[0], raw[1]):
+    notes = dict[str, str]()
+    for name, home, one, other in tied_tensors(model, found, skip):
+        if one and other and equal_bits(_raw(one), _raw(other)):
             continue
         separate(model, name)
         notes[name] = (
@@ -141,6 +134,30 @@ def untie(model: Any, found: Mapping[str, TensorInfo], skip: Skip = _none) -> di
             "both are used, as by transformers 5; set tie_word_embeddings to false in config.json"
         )
     return notes
+
+
+class TiedTensors(NamedTuple):
+    """Parameters that the configuration ties, and the tensors of a checkpoint that would fill each;
+    None for one that is made by more than copying a tensor as it is."""
+
+    name: str
+    home: str
+    one: TensorInfo | None
+    other: TensorInfo | None
+
+
+def tied_tensors(
+    model: Any, found: Mapping[str, TensorInfo], skip: Skip = _none
+) -> list[TiedTensors]:
+    """The tied parameters of which a checkpoint has both; errors are those of ``moves_of``."""
+    if not model.all_tied_weights_keys:
+        return []
+    results = _plan(model, found, skip).results()
+    return [
+        TiedTensors(name, home, *(_as_it_is(results[key][1]) for key in (name, home)))
+        for name, home in model.all_tied_weights_keys.items()
+        if name in results and home in results
+    ]
 
 
 def separate(model: Any, name: str) -> None:
@@ -291,10 +308,12 @@ def _check(name: str, expected: Tensor, load: _Load, tensor: TracedTensor) -> No
             )
 
 
-def _raw(tensor: TracedTensor, headers: dict[Path, dict[str, RawTensor]]) -> RawTensor | None:
-    """The bytes of what fills a parameter; None unless it is one tensor as it is."""
+def _as_it_is(tensor: TracedTensor) -> TensorInfo | None:
+    """The tensor of the checkpoint that a parameter is; None unless it is one as it is."""
     if len(tensor.moves) != 1 or whole(source := tensor.moves[0].source) != tensor.moves:
         return None
-    if source.file not in headers:
-        headers[source.file] = read_raw_header(source.file)
-    return headers[source.file][source.name]
+    return source
+
+
+def _raw(info: TensorInfo) -> RawTensor:
+    return read_raw_header(info.file)[info.name]

@@ -40,6 +40,8 @@ class CapturedFacts:
         attention: of every call of the attention interface, in the order of the calls.
         untied: names of parameters that the configuration ties to others, and the checkpoint does
             not.
+        layers: name of the model's list of layers, if it has one of a layer for each call.
+        kinds: for each layer, the number of the first one that is made as it is.
         siblings: names of linear layers that are merged, a group each.
     """
 
@@ -47,4 +49,6 @@ class CapturedFacts:
     library: str
     attention: tuple[AttentionFacts, ...] = ()
     untied: tuple[str, ...] = ()
+    layers: str = ""
+    kinds: tuple[int, ...] = ()
     siblings: tuple[tuple[str, ...], ...] = ()

@@ -48,8 +48,8 @@ class Mask:
 
 
 _WRITTEN_OUT = (
-    "its attention does not go through the library's attention interface: it computes with the mask "
-    "itself"
+    "its attention does not go through the library's attention interface: it computes with the "
+    "mask itself"
 )
 
 
@@ -194,7 +194,8 @@ def attention(
     padded = value
     if facts.value_dim < width:  # a block has keys and values of one width
         padded = torch.nn.functional.pad(value, (0, width - facts.value_dim))
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, padded))
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, padded))
+    q = q.contiguous()  # keys and values are copied into their cache, from any strides
     scale = width**-0.5 if scaling is None else scaling
     out = _attend.get()(facts, q, k, v, scale, softcap or 0.0, s_aux)
     return out[None, ..., : facts.value_dim], None
@@ -336,12 +337,19 @@ def no_cache(positions: Tensor) -> Any:
     """
     from transformers.cache_utils import Cache
 
-    class NoCache(Cache):  # type: ignore[misc]
+    class NoCache(Cache):
         def __init__(self) -> None:
             super().__init__(layers=[])
 
-        def update(self, key: Tensor, value: Tensor, *rest: Any, **how: Any) -> Any:
-            return key, value
+        def update(
+            self,
+            key_states: Tensor,
+            value_states: Tensor,
+            layer_idx: int,
+            *args: Any,
+            **kwargs: Any,
+        ) -> tuple[Tensor, Tensor]:
+            return key_states, value_states
 
         def refuse(self, *rest: Any, **how: Any) -> Any:
             raise Refused("it has recurrent layers, whose states the engine does not keep yet")

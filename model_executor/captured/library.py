@@ -88,7 +88,9 @@ def build(facts: CapturedFacts, dtype: torch.dtype) -> nn.Module:
     config = config_of(facts)
     try:
         with torch.device("meta"), _quiet():
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, attn_implementation=NAME, dtype=dtype
+            )
             _compute_buffers(model)
             for name in facts.untied:
                 separate(model, name)
@@ -136,7 +138,7 @@ def _quiet() -> Iterator[None]:
     from transformers.utils import logging
 
     before = logging.get_verbosity()
-    logging.set_verbosity_error()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
@@ -147,4 +149,3 @@ def first_line(error: BaseException) -> str:
     """The first line of an error's text, or its class."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
-

@@ -133,7 +133,7 @@ def _like(linears: Sequence[Any]) -> Linear:
     for kind in ("weight", "bias"):
         if (tensor := getattr(made, kind)) is not None:
             tensor.data = torch.empty_like(tensor, dtype=getattr(first, kind).dtype)
-    made.in_features, made.out_features = first.in_features, rows  # type: ignore[assignment]
+    made.in_features, made.out_features = first.in_features, rows
     return made
 
 

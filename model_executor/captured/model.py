@@ -15,7 +15,7 @@ from ..spec import ModelSpec
 from .facts import CapturedFacts
 from .interfaces import Attend, PagedAttention, Positions, attending, no_cache
 from .library import build
-from .linears import replace_linears
+from .linears import replace_linears, tensors_of
 
 
 class CapturedModel(nn.Module):
@@ -39,6 +39,10 @@ class CapturedModel(nn.Module):
         embedding = self.library.get_input_embeddings().weight  # type: ignore[operator]
         head = self.library.get_output_embeddings()  # type: ignore[operator]
         return [] if embedding is head.weight else [embedding]
+
+    def library_tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers under the library's names."""
+        return tensors_of(self.library)
 
     def forward(
         self,
@@ -77,6 +81,7 @@ def run(
 
     def last(module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
         # Ahead of the head: it is the largest matrix, and most tokens of a prefill need no logits.
+        assert query_start_loc is not None
         return (ops.gather_last_token(args[0][0], query_start_loc)[None],)
 
     hook = None if query_start_loc is None else head.register_forward_pre_hook(last)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,11 @@ from torch import nn
 
 from ...config import UserError
 from ...config.rope import RopeParameters
+from ..checkpoint import read_headers
 from ..hf_json import HfConfig
 from ..spec import ModelSpec
-from ..checkpoint import read_headers
 from .checkpoint_map import untie
-from .facts import CapturedFacts
+from .facts import AttentionFacts, CapturedFacts
 from .interfaces import Recorder, Refused
 from .library import build, canonical, first_line, read_config, version
 from .linears import Siblings
@@ -34,6 +36,11 @@ def captured_spec(config: HfConfig, architecture: str) -> ModelSpec:
             what, and where.
     """
     path, values = config.path, config.values
+    if values.get("quantization_config"):
+        raise UserError(
+            f"{path}: {architecture!r} is quantized (quantization_config), which is read only for "
+            "architectures with an adapter yet; use the model's unquantized weights"
+        )
     read = read_config(path, values, architecture)
     return spec_of(read, str(path), architecture, path.parent)
 
@@ -48,12 +55,9 @@ def spec_of(read: Any, what: str, architecture: str, folder: Path | None = None)
     dtype_name = _dtype_name(read)
     text = canonical(read)
     facts = CapturedFacts(text, version())
-    model = build(facts, _DTYPES[dtype_name])
-    notes = {} if folder is None else _untied(model, folder)
-    facts, vocab_size = probe(model, replace(facts, untied=tuple(notes)), what)
+    notes = {} if folder is None else _untied(facts, folder)
+    facts, vocab_size = probe(replace(facts, untied=tuple(notes)), dtype_name, what)
     calls = facts.attention
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise UserError(f"{what} has an encoder and a decoder, expected a decoder alone")
     shape = read.get_text_config(decoder=True)
     first = calls[0]
     return ModelSpec(
@@ -81,15 +85,19 @@ def spec_of(read: Any, what: str, architecture: str, folder: Path | None = None)
     )
 
 
-def probe(model: nn.Module, facts: CapturedFacts, what: str) -> tuple[CapturedFacts, int]:
+@lru_cache(maxsize=4)
+def probe(facts: CapturedFacts, dtype_name: str, what: str) -> tuple[CapturedFacts, int]:
     """Run a model on tensors without data, and return what was seen of it and the number of its
-    logits.
+    logits.  A start asks twice: when its options are checked, and when it begins.
 
     Raises:
         UserError: it asks for what the engine does not have, or does not call attention.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    model = build(facts, _DTYPES[dtype_name])
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UserError(f"{what} has an encoder and a decoder, expected a decoder alone")
     siblings = Siblings(model)
 
     def on_call() -> None:
@@ -98,8 +106,10 @@ def probe(model: nn.Module, facts: CapturedFacts, what: str) -> tuple[CapturedFa
     recorder = Recorder(on_call)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.inference_mode():
-            fakes = {name: mode.from_tensor(t) if not t.is_meta else _fake(t)
-                     for name, t in [*model.named_parameters(), *model.named_buffers()]}
+            fakes = {
+                name: mode.from_tensor(t) if not t.is_meta else _fake(t)
+                for name, t in [*model.named_parameters(), *model.named_buffers()]
+            }
             ids = torch.zeros(_NUM_TOKENS, dtype=torch.int32)
             positions = torch.arange(_NUM_TOKENS, dtype=torch.int32)
             called = _Functional(model, fakes)
@@ -111,8 +121,24 @@ def probe(model: nn.Module, facts: CapturedFacts, what: str) -> tuple[CapturedFa
             f"{what} cannot be captured: its attention does not go through the library's attention "
             "interface"
         )
-    seen = replace(facts, attention=tuple(recorder.calls), siblings=siblings.found())
+    calls = tuple(recorder.calls)
+    layers, kinds = _layers(model, calls)
+    seen = replace(
+        facts, attention=calls, layers=layers, kinds=kinds, siblings=siblings.found()
+    )
     return seen, int(logits.shape[-1])
+
+
+def _layers(model: nn.Module, calls: Sequence[AttentionFacts]) -> tuple[str, tuple[int, ...]]:
+    """The list of layers, and for each the first that has the same attention and parameters."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == len(calls):
+            made = [
+                (call, tuple((n, p.shape) for n, p in layer.named_parameters()))
+                for call, layer in zip(calls, module, strict=True)
+            ]
+            return name, tuple(made.index(each) for each in made)
+    return "", ()
 
 
 class _Functional(nn.Module):
@@ -149,14 +175,14 @@ def why(error: BaseException) -> str:
     return f"{first_line(error)}{place}"
 
 
-def _untied(model: nn.Module, folder: Path) -> dict[str, str]:
+def _untied(facts: CapturedFacts, folder: Path) -> dict[str, str]:
     """``untie`` by a folder's checkpoint.  Without a readable one nothing is apart: the loader
     refuses that, if weights are read at all."""
     try:
         found = read_headers(folder)
     except UserError:
         return {}
-    return untie(model, found)
+    return untie(build(facts, torch.float32), found)
 
 
 def _dtype_name(config: Any) -> str:

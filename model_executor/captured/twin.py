@@ -19,7 +19,7 @@ from ...config import UserError
 from ..attention import AttentionInputs, CacheInputs
 from ..kv_cache import allocate_kv_caches
 from ..spec import ModelSpec
-from .library import build, canonical, first_line
+from .library import first_line
 from .linears import tensors_of
 from .model import CapturedModel, position_arguments
 from .random_weights import randomize
@@ -70,11 +70,13 @@ def make_twin(config: Any, what: str) -> Twin:
     try:
         small = shrunk(config)
         small.dtype = "float32"
-        unmodified = AutoModelForCausalLM.from_config(
+        unmodified = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             small, attn_implementation="eager", dtype=torch.float32
         ).eval()
     except Exception as error:
-        raise UserError(f"{what}: no small model of its kind can be made: {first_line(error)}") from error
+        raise UserError(
+            f"{what}: no small model of its kind can be made: {first_line(error)}"
+        ) from error
     randomize(unmodified)
     spec = spec_of(small, what, type(unmodified).__name__)
     ours = CapturedModel(spec)
@@ -117,7 +119,9 @@ def _compare(twin: Twin, step: Step, what: str, lengths: Sequence[int]) -> Agree
     sequences = [torch.randint(3, vocab, (n,), generator=generator) for n in lengths]
     expected = [_unmodified(twin, ids) for ids in sequences]
     blocks = [-(-n // _BLOCK) for n in lengths]
-    caches = allocate_kv_caches(spec.cache_groups, len(spec.cache_groups) * sum(blocks) + 1, _BLOCK, "cpu")
+    caches = allocate_kv_caches(
+        spec.cache_groups, len(spec.cache_groups) * sum(blocks) + 1, _BLOCK, "cpu"
+    )
     worst, tokens = 0.0, 0
     for counts in _schedule(lengths):
         ids, positions, attention, ends = _step_inputs(spec, sequences, blocks, counts)
@@ -127,8 +131,8 @@ def _compare(twin: Twin, step: Step, what: str, lengths: Sequence[int]) -> Agree
             error = float((row - reference).abs().max())
             if not error <= ATOL + RTOL * float(reference.abs().max()):
                 raise ProofError(
-                    f"{what}: the logits of token {end} of a sequence of {lengths[sequence]} are off "
-                    f"by {error:.3g} in its twin, which has {spec.num_layers} layers; "
+                    f"{what}: the logits of token {end} of a sequence of {lengths[sequence]} are "
+                    f"off by {error:.3g} in its twin, which has {spec.num_layers} layers; "
                     f"{_first_difference(twin, sequences[0])}"
                 )
             worst, tokens = max(worst, error), tokens + 1
@@ -147,7 +151,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _unmodified(twin: Twin, ids: Tensor) -> Tensor:
-    """Logits of all tokens of a sequence, at the positions that the library's ``generate`` gives."""
+    """Logits of all tokens of a sequence, at the positions that ``generate`` gives them."""
     positions = position_arguments(twin.unmodified, torch.arange(len(ids)))
     out = twin.unmodified(input_ids=ids[None], use_cache=False, **positions)
     return out.logits[0]  # type: ignore[no-any-return]
@@ -189,10 +193,12 @@ def _step_inputs(
         for row, s in enumerate(counts):
             own = torch.arange(blocks[s]).flip(0) + offsets[s] + group * total + 1
             table[row, : blocks[s]] = own.int()
-        slots = torch.cat([
-            table[row, torch.arange(a, b) // _BLOCK] * _BLOCK + torch.arange(a, b) % _BLOCK
-            for row, (a, b) in enumerate(counts.values())
-        ])
+        slots = torch.cat(
+            [
+                table[row, torch.arange(a, b) // _BLOCK] * _BLOCK + torch.arange(a, b) % _BLOCK
+                for row, (a, b) in enumerate(counts.values())
+            ]
+        )
         groups.append(CacheInputs(slots.int(), table))
     lengths = torch.tensor([b for _, b in counts.values()], dtype=torch.int32)
     starts = [0]
@@ -219,7 +225,10 @@ def _first_difference(twin: Twin, ids: Tensor) -> str:
                 number = len(ids)
                 blocks = [-(-number // _BLOCK)]
                 caches = allocate_kv_caches(
-                    twin.spec.cache_groups, len(twin.spec.cache_groups) * blocks[0] + 1, _BLOCK, "cpu"
+                    twin.spec.cache_groups,
+                    len(twin.spec.cache_groups) * blocks[0] + 1,
+                    _BLOCK,
+                    "cpu",
                 )
                 given = _step_inputs(twin.spec, [ids], blocks, {0: (0, number)})
                 twin.ours(*given[:3], caches)

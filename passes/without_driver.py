@@ -1,7 +1,6 @@
-"""Spells the indexing of Python by ATen's ops while a model is run on fake tensors.
+"""Stands in for the methods of tensors that ask the driver for the tensor's device.
 
-PyTorch's own asks the driver for the tensor's device.  Code for a GPU can be made where none is,
-and there is no driver then.
+Code for a GPU can be made where none is, on fake tensors; there is no driver then.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 _ATEN = torch.ops.aten
 
 
-class Indexing(TorchFunctionMode):
-    """Computes ``x[index]`` by views, and by ``index`` where tensors are among the indices."""
+class WithoutDriver(TorchFunctionMode):
+    """Lets these methods be computed by ATen's ops."""
 
     def __torch_function__(
         self,
@@ -26,13 +25,20 @@ class Indexing(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is Tensor.__getitem__ and not kwargs:
-            return item(*args)
-        return func(*args, **(kwargs or {}))
+        stands_in = None if kwargs else _METHODS.get(func)
+        return stands_in(*args) if stands_in else func(*args, **(kwargs or {}))
+
+
+def contiguous(x: Tensor) -> Tensor:
+    """``x.contiguous()``."""
+    if x.is_contiguous():
+        return x
+    made: Tensor = _ATEN.clone.default(x, memory_format=torch.contiguous_format)
+    return made
 
 
 def item(x: Tensor, index: Any) -> Any:
-    """``x[index]``."""
+    """``x[index]``, by views, and by ``index`` where tensors are among the indices."""
     indices = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(one, (bool, list, range)) for one in indices):
         return _plain(x, index)
@@ -64,3 +70,9 @@ def _plain(x: Tensor, index: Any) -> Any:
     get: Callable[[Tensor, Any], Any] = Tensor.__getitem__
     with torch._C.DisableTorchFunctionSubclass():
         return get(x, index)
+
+
+_METHODS: dict[Any, Callable[..., Any]] = {
+    Tensor.__getitem__: item,
+    Tensor.contiguous: contiguous,
+}
