@@ -9,6 +9,7 @@
 #   make mutants  MUTANTS='--count 20 --paths passes'    one-token edits of the sources that no test
 #                                           sees, 200 by default; takes hours
 #   make lines  REASON='why it grew'        sets the line budgets of tests/line_budget.toml
+#   make models                             proves every model type of transformers; writes docs/models.md
 #   make docs                               the documents as a site: build/site/index.html
 #   make gpu-test | bench  PYTHON=python3   on a GPU machine: these build csrc first
 #   make gpu-evidence  PYTHON=python3       also: measures what the documents show, in 25 minutes at
@@ -22,8 +23,8 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: install demo test real-test client-test coverage check types style lines mutants docs gpu-test \
-  gpu-evidence bench
+.PHONY: install demo test real-test client-test coverage check types style lines mutants models docs \
+  gpu-test gpu-evidence bench
 
 BOOTSTRAP_PYTHON ?= python3
 TORCH_INDEX ?=
@@ -72,6 +73,12 @@ test: install
 
 mutants: install
 	@$(PKGROOT); $(PY) tools/mutants.py --jobs $(JOBS) $(MUTANTS)
+
+# A model that differs shows on the page too, and makes the target fail.
+models: install
+	@$(PKGROOT); failed=0; $(PY) -m fusewright.serve.cli models check --all --jobs $(JOBS) \
+	  --json bench/results/models.json || failed=$$?; \
+	  $(PY) tools/models_page.py; exit $$failed
 
 real-test: install
 	@$(PKGROOT); $(PY) -m pytest -q tests/engine/test_real_model.py --durations 4
