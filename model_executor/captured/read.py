@@ -123,9 +123,7 @@ def probe(facts: CapturedFacts, dtype_name: str, what: str) -> tuple[CapturedFac
         )
     calls = tuple(recorder.calls)
     layers, kinds = _layers(model, calls)
-    seen = replace(
-        facts, attention=calls, layers=layers, kinds=kinds, siblings=siblings.found()
-    )
+    seen = replace(facts, attention=calls, layers=layers, kinds=kinds, siblings=siblings.found())
     return seen, int(logits.shape[-1])
 
 
