@@ -66,6 +66,8 @@ def compute_fake(node: fx.Node) -> Any:
 
     Raises whatever the op raises for shapes or dtypes that it does not take.
     """
+    args: Any
+    kwargs: Any
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), fake_value)
     tensors = _tensors([args, kwargs, fake_value(node)])
     if not tensors:  # it creates a tensor, perhaps of a symbolic size

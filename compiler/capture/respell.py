@@ -152,7 +152,7 @@ def _takes_result(node: fx.Node) -> bool:
 def _layer_norm(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:
     if _takes_result(node):
         return graph.call_function(F.layer_norm, args)
-    return graph.call_function(node.target, args)
+    return graph.call_function(_LAYER_NORM, args)
 
 
 def _embedding(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any) -> fx.Node:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -105,7 +106,10 @@ def _worth_taking(graph: fx.Graph, constant: set[fx.Node]) -> Iterator[fx.Node]:
 
 
 def _is_table(node: fx.Node, user: fx.Node) -> bool:
-    places = {torch.ops.fw.rotary_embedding.default: 3, torch.ops.fw.rope_kv_store.default: 4}
+    places: dict[Any, int] = {
+        torch.ops.fw.rotary_embedding.default: 3,
+        torch.ops.fw.rope_kv_store.default: 4,
+    }
     place = places.get(user.target)
     return place is not None and user.args[place] is node
 

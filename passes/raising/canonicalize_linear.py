@@ -44,9 +44,8 @@ def _read(node: fx.Node) -> Match | None:
 
 def _untransposed(weight: Any) -> fx.Node | None:
     """w of ``w.t()``."""
-    swaps = is_call(weight, "t") or (
-        is_call(weight, "transpose") and sorted(d % 2 for d in weight.args[1:]) == [0, 1]
-    )
+    dims: Any = weight.args[1:] if is_call(weight, "transpose") else ()
+    swaps = is_call(weight, "t") or sorted(dim % 2 for dim in dims) == [0, 1]
     if not swaps or kind(weight.args[0]) == "cast" or fake_value(weight.args[0]).dim() != 2:
         return None
     source: fx.Node = weight.args[0]

@@ -164,6 +164,7 @@ def _pointwise(node: fx.Node, inner: Inner) -> Call | None:
 def _of_last(node: fx.Node, inner: Inner) -> Call | None:
     if not is_call(node, *_OF_LAST):
         return None
+    first: Any
     first, *rest = node.args
     if not _has_batch(first) or any(map(_has_batch_among, rest)):
         return None
@@ -200,9 +201,11 @@ def _view(node: fx.Node, inner: Inner) -> Call | None:
     """A view or an expansion, to or from a batch or neither."""
     if kind(node) not in ("view", "expand") or len(node.args) != 2:
         return None
+    source: Any
+    sizes: Any
     source, sizes = node.args
     if _views_with_batch(node):
-        return node.target, (source, list(sizes[1:])), {}  # type: ignore[index,arg-type]
+        return node.target, (source, list(sizes[1:])), {}
     if not isinstance(sizes, (list, tuple)) or not _has_batch(source):
         return None
     if not _has_batch(node):
@@ -219,7 +222,7 @@ def _moved(node: fx.Node, inner: Inner) -> Call | None:
     source: Any = node.args[0] if node.args else None
     if node.kwargs or not _has_batch(source):
         return None
-    dims = node.args[1:]
+    dims: Any = node.args[1:]
     if is_call(node, "transpose"):
         return "transpose", (inner(source), *(_shifted(dim, source) for dim in dims)), {}
     if is_call(node, "permute") and isinstance(dims[0], (list, tuple)):

@@ -193,17 +193,18 @@ def _replace(rule: RopeTable, context: Context, rotary: fx.Node, angles: _Angles
             if node.op != "placeholder" and isinstance(fake_value(node), Tensor):
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), taken)
                 made[node] = graph.create_node(node.op, node.target, args, kwargs)
+        table: Any
         _, q, k, table, *layout = rotary.args
         args = (angles.positions, q, k, made[table], *layout)
-        rotated = graph.call_function(_ROTARY, args)  # type: ignore[arg-type]
+        rotated = graph.call_function(_ROTARY, args)
         return [graph.call_function(operator.getitem, (rotated, one.args[1])) for one in items]
 
     items = list(rotary.users)
-    old = [*angles.nodes, angles.clamped, rotary.args[0], rotary, *items]
+    old: list[Any] = [*angles.nodes, angles.clamped, rotary.args[0], rotary, *items]
     context.replace(
         rule,
         rotary,
-        old=sorted({node for node in old if node.op != "placeholder"}),  # type: ignore[union-attr]
+        old=sorted({node for node in old if node.op != "placeholder"}),
         outputs=items,
         build=build,
         tier=Tier(1e-6, 0.0, _STEPS.get(tensor(rotary.args[1]).dtype, 2.0**-19)),
