@@ -141,7 +141,7 @@ def lower_model(
 
 
 def rewritten(source: Source, config: CompileConfig) -> tuple[Traced, list[PassReport]]:
-    """A model's graph behind the passes of a level, before kernels are chosen, and their reports."""
+    """A model's graph behind the passes of a level, before kernels are chosen; their reports."""
     traced = _trace(source)
     return traced, run_passes(traced.gm, _passes(source, config))
 

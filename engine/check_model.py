@@ -21,12 +21,12 @@ import torch
 from torch import fx
 
 from ..compiler.capture.trace import TraceError
+from ..compiler.emit.constants import take_constants
 from ..compiler.emit.direct import is_plain
-from ..compiler.lowering.constants import take_constants
 from ..config import CompileConfig, EngineOptions, Hardware, ModelLimits, UserError
 from ..config.resolve import resolve
 from ..model_executor.captured.default_configs import default_config
-from ..model_executor.captured.library import first_line, read_config, version
+from ..model_executor.captured.library import first_line, read_config, version as version
 from ..model_executor.captured.twin import ProofError, Twin, compare, make_twin
 from ..model_executor.hf_config import model_folder, read_spec
 from ..model_executor.hf_json import read_json
@@ -82,7 +82,7 @@ class ModelCheck:
         why: one line, if it is not equal.
         eager_error, error: largest difference of logits, of the eager step and of the rewritten
             graph; None where there is none.
-        adapter_error: the same of the adapter that serves the architecture instead, if there is one.
+        adapter_error: the same of the adapter that serves the architecture, if there is one.
         layers: of the twin.
         sites: kind -> [matched, expected].
         missed: kind -> reason -> how often.
@@ -256,7 +256,7 @@ def _be_quiet() -> None:
     """Keep what libraries say of twins from the terminal: what matters is in the results."""
     from transformers.utils import logging as library
 
-    library.set_verbosity_error()
+    library.set_verbosity_error()  # type: ignore[no-untyped-call]
     warnings.filterwarnings("ignore")
     logging.getLogger("torch").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)

@@ -74,8 +74,8 @@ def check_parallel(
     if spec.captured and world * num_stages > 1:
         name = "tensor" if world > 1 else "pipeline"
         raise UserError(
-            f"{name}_parallel_size={max(world, num_stages)}: a model without an adapter runs on one "
-            "rank; give 1"
+            f"{name}_parallel_size={max(world, num_stages)}: a model without an adapter runs on "
+            "one rank; give 1"
         )
     if num_stages > spec.num_layers:
         raise UserError(

@@ -30,10 +30,10 @@ above 1e-4 is a difference. A real start does the same with the model's own conf
 
 {equal} of {total} types are equal, {differs} differ, {failed} fail, and {refused} are refused.
 
-Columns: *eager* is the largest difference of the logits of the step op by op, *-O{level}* that of the
-graph which the passes of -O{level} rewrote, and *adapter* that of the hand-written adapter which serves
-the architecture. Sites are counted in the twin as matched/expected. What is *left* are calls
-of PyTorch's own ops, which Inductor compiles.
+Columns: *eager* is the largest difference of the logits of the step op by op, *-O{level}* that of
+the graph which the passes of -O{level} rewrote, and *adapter* that of the hand-written adapter
+which serves the architecture. Sites are counted in the twin as matched/expected. What is *left* are
+calls of PyTorch's own ops, which Inductor compiles.
 """
 
 

@@ -26,7 +26,7 @@ from ...model_executor.captured.read import why
 from ...model_executor.captured.twin import Step, compare, make_twin
 from ...model_executor.spec import ModelSpec
 from ...passes import PassReport
-from .source import example, kv_cache_name
+from .step_arguments import example, kv_cache_name
 
 _log = logging.getLogger(__name__)
 
@@ -42,17 +42,17 @@ def prove(spec: ModelSpec, config: ResolvedConfig) -> Mapping[str, Any]:
     assert spec.captured is not None
     began = time.perf_counter()
     twin = make_twin(config_of(spec.captured), spec.architecture)
-    found = compare(twin, twin.ours, spec.architecture)
+    agreement = compare(twin, twin.ours, spec.architecture)
     if config.compile.trace:
         program = rewritten_program(twin.spec, twin.ours, config.compile)
         second = compare(twin, program.step, spec.architecture)
-        found = max(found, second, key=lambda each: each.error)
+        agreement = max(agreement, second, key=lambda each: each.error)
     seconds = round(time.perf_counter() - began, 2)
-    _log.info("%s: its twin differs by %.1e at most", spec.architecture, found.error)
+    _log.info("%s: its twin differs by %.1e at most", spec.architecture, agreement.error)
     return {
-        "error": found.error,
-        "tokens": found.tokens,
-        "layers": found.layers,
+        "error": agreement.error,
+        "tokens": agreement.tokens,
+        "layers": agreement.layers,
         "library": spec.captured.library,
         "seconds": seconds,
     }
@@ -95,9 +95,9 @@ def _interpret(
         values[slot_mapping_of(number)] = cache.slot_mapping
         values[block_table_of(number)] = cache.block_table
     values |= {kv_cache_name(layer): cache for layer, cache in enumerate(kv_caches)}
-    given = [
+    arguments = [
         values[source.name] if source.dim is None else values[source.name].shape[source.dim]
         for source in traced.inputs
     ]
-    result = fx.Interpreter(traced.gm).run(*given)
+    result = fx.Interpreter(traced.gm).run(*arguments)
     return result[0]  # type: ignore[no-any-return]

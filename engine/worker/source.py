@@ -5,44 +5,41 @@ The model that is traced has one layer of each kind, on fake tensors: it needs n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from ... import ops
 from ...compiler.artifacts.factors import measured_factors, source_factors, toolchain_factors
 from ...compiler.artifacts.key import Key, Wanted
 from ...compiler.artifacts.scratch import scratch_folder
 from ...compiler.artifacts.store import Store, open_store
-from ...compiler.capture.source import Example, Repeat, Source
+from ...compiler.capture.source import Repeat, Source
 from ...compiler.compiled import Compiled, compile
 from ...compiler.record import Record
 from ...config import (
-    HIDDEN,
-    TOKEN_IDS,
-    Per,
     ResolvedConfig,
     StoreConfig,
-    block_table_of,
     key_factors,
-    slot_mapping_of,
-    step_schema,
 )
 from ...config.expert_tables import Experts
-from ...model_executor.attention import AttentionInputs, CacheInputs
 from ...model_executor.hf_config import model_folder
 from ...model_executor.loader import fake_model
 from ...model_executor.models.decoder import distinct_layers
 from ...model_executor.spec import ModelSpec
 from .sampler import outside_calls
+from .step_arguments import (
+    KV_CACHE as KV_CACHE,
+    example as example,
+    first_input as first_input,
+    kv_cache_name as kv_cache_name,
+    module_arguments as module_arguments,
+)
 
-KV_CACHE = "kv_cache/{}"
 _MODEL_SOURCES = (
     "model_executor/models",
     "model_executor/attention",
@@ -54,29 +51,9 @@ _MODEL_SOURCES = (
     "config/weight_format.py",
     "model_executor/cache_spec.py",
     "engine/worker/source.py",
+    "engine/worker/step_arguments.py",
     "engine/worker/sampler.py",
 )
-
-
-def kv_cache_name(layer: int) -> str:
-    return KV_CACHE.format(layer)
-
-
-def module_arguments(values: Mapping[str, Any], spec: ModelSpec) -> tuple[Any, ...]:
-    """The arguments of ``DecoderModel.forward``, from values by name."""
-    groups = tuple(
-        CacheInputs(values[slot_mapping_of(group)], values[block_table_of(group)])
-        for group in range(len(spec.cache_groups))
-    )
-    attention = AttentionInputs(groups, values["seq_lens"], values["query_start_loc"])
-    kv_caches = [values[kv_cache_name(i)] for i in range(spec.num_layers)]
-    return values[first_input(spec)], values["positions"], attention, kv_caches
-
-
-def first_input(spec: ModelSpec) -> str:
-    """The step input of a row a token that the model begins with: token ids, or in a later stage
-    what the stage before gives."""
-    return TOKEN_IDS if spec.has_embedding else HIDDEN
 
 
 def artifact_key(spec: ModelSpec, config: ResolvedConfig) -> Key:
@@ -212,7 +189,7 @@ def model_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
             "" if spec.has_embedding else first_input(spec),
         ),
         partial(outside_calls, spec),
-        experts_of(spec),
+        experts=experts_of(spec),
     )
 
 
@@ -252,32 +229,3 @@ def experts_of(spec: ModelSpec) -> Experts | None:
         return None
     number, intermediate, kind = spec.expert_shape
     return Experts(number, intermediate, spec.hidden_size, spec.moe.routing.top_k, kind)
-
-
-def example(
-    spec: ModelSpec, block_size: int, device: torch.device, num_tokens: int = 37
-) -> Example:
-    """Example inputs, in which sizes that count different things differ."""
-    num_seqs, num_blocks, max_blocks = 3, 5, 11
-    named: dict[str, Tensor] = {}
-    dynamic: dict[str, dict[int, str]] = {}
-
-    def add(name: str, dtype: torch.dtype, shape: tuple[int, ...], *counts: str) -> None:
-        named[name] = torch.empty(shape, dtype=dtype, device=device)
-        dynamic[name] = dict(enumerate(counts))
-
-    sizes = {
-        Per.TOKEN: (num_tokens,),
-        Per.SEQUENCE: (num_seqs,),
-        Per.BOUNDARY: (num_seqs + 1,),
-        Per.TABLE: (num_seqs, max_blocks),
-    }
-    for field in step_schema(len(spec.cache_groups)).program:
-        add(field.name, getattr(torch, field.dtype), sizes[field.per], *field.per.dims)
-    if not spec.has_embedding:
-        add(HIDDEN, spec.dtype, (num_tokens, spec.hidden_size), *Per.TOKEN.dims)
-    for layer in range(spec.num_layers):
-        cache = spec.cache_groups[spec.cache_group(layer)].spec
-        shape = (num_blocks, *cache.block_shape(block_size))
-        add(kv_cache_name(layer), cache.dtype, shape, "num_blocks")
-    return Example(module_arguments(named, spec), named, dynamic)

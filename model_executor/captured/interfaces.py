@@ -22,6 +22,10 @@ from ..attention import AttentionInputs
 from .facts import AttentionFacts
 
 
+NAME = "fusewright"
+"""The implementation of attention, masks and experts that models are built with."""
+
+
 class Refused(Exception):
     """A model asks for what the engine does not have; the text says what, and where."""
 
@@ -278,12 +282,10 @@ def experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
 
 
 def register() -> None:
-    """Make the functions known to the library, under ``library.NAME``."""
+    """Make the functions known to the library, under ``NAME``."""
     from transformers import AttentionInterface
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.masking_utils import AttentionMaskInterface
-
-    from .library import NAME
 
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, make_mask)

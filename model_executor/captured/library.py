@@ -14,9 +14,6 @@ from torch import nn
 from ...config import UserError
 from .facts import CapturedFacts
 
-NAME = "fusewright"
-"""The implementation of attention, masks and experts that models are built with."""
-
 
 def version() -> str:
     """Name and version of the library.
@@ -82,7 +79,7 @@ def build(facts: CapturedFacts, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     from .checkpoint_map import dtypes_of, separate
-    from .interfaces import register
+    from .interfaces import NAME, register
 
     register()
     config = config_of(facts)

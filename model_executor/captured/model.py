@@ -113,8 +113,8 @@ def fill_captured(model: CapturedModel, seed: int) -> None:
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
         torch.manual_seed(seed)
-        for tensor in [*model.parameters(), *model.buffers()]:
-            tensor.__dict__.pop("_is_hf_initialized", None)
+        for held in [*model.modules(), *model.parameters(), *model.buffers()]:
+            held.__dict__.pop("_is_hf_initialized", None)  # marks what it passes over
         model.library.initialize_weights()  # type: ignore[operator]
         for module in model.modules():
             if isinstance(module, Linear):

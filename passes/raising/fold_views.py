@@ -104,8 +104,8 @@ def _is_same(a: Any, b: fx.Node) -> bool:
 
 
 class FoldViews:
-    """See ``_read``; no site is expected, so none is reported.  What earlier passes replaced lies in
-    other memory than its views know."""
+    """See ``_read``; no site is expected, so none is reported.  What earlier passes replaced lies
+    in other memory than its views know."""
 
     name = "fold_views"
     tier = EXACT
