@@ -211,8 +211,8 @@ def _max_positions(what: str, config: Any) -> int:
     most = _number(config, "max_position_embeddings")
     if most is None:
         raise UserError(
-            f"{what} has no max_position_embeddings, so that the number of positions it can serve is "
-            "not known, as of recurrent models and of decoders of other things than text; give the "
-            "model's complete config"
+            f"{what} has no max_position_embeddings, so that the number of positions it can serve "
+            "is not known, as of recurrent models and of decoders of other things than text; give "
+            "the model's complete config"
         )
     return most

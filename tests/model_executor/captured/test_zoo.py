@@ -31,8 +31,8 @@ REFUSALS = {
     "bamba": "it has recurrent layers, whose states the engine does not keep yet",
     "bloom": "it computes with the mask itself",
     "dbrx": (
-        "its code follows the values of a tensor (aten.nonzero.default), which no graph can hold; a "
-        "mixture of experts has to go through the library's experts interface (modeling_dbrx.py, "
+        "its code follows the values of a tensor (aten.nonzero.default), which no graph can hold; "
+        "a mixture of experts has to go through the library's experts interface (modeling_dbrx.py, "
     ),
     "falcon": "its attention does not go through the library's attention interface",
     "qwen4_exp_text": "it reads a layer of its cache itself, as compressed and indexed attention",
@@ -57,7 +57,7 @@ def test_a_refusal_says_what_is_missing_in_one_line(model_type: str) -> None:
 
 
 def test_an_unknown_name_is_a_mistake() -> None:
-    with pytest.raises(UserError, match="neither a folder with a config.json nor a causal"):
+    with pytest.raises(UserError, match=r"neither a folder with a config.json nor a causal"):
         check_model("no-such-type", level=2)
 
 
