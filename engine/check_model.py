@@ -128,10 +128,10 @@ def check_model(name: str, level: int) -> ModelCheck:
         UserError: there is no such type or folder.
     """
     known = name in causal_types() and not Path(name).is_dir()
-    config = None if known else _config_of_folder(name)
+    config = None if known else _config_of_folder(name)  # a mistake, if there is none
     check = ModelCheck(name)
     try:
-        twin = make_twin(default_config(name) if known else config, name)
+        twin = make_twin(_default(name) if known else config, name)
         check = replace(
             check, architecture=type(twin.unmodified).__name__, layers=twin.spec.num_layers
         )
@@ -152,6 +152,14 @@ def check_model(name: str, level: int) -> ModelCheck:
     except Exception as error:
         why = f"{name}: {type(error).__name__}: {first_line(error)}"
         return replace(check, outcome=FAILED, why=why)
+
+
+def _default(name: str) -> Any:
+    try:
+        return default_config(name)
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise UserError(f"{name}: its configuration has no valid default: {text}") from error
 
 
 def _config_of_folder(name: str) -> Any:

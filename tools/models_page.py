@@ -31,9 +31,9 @@ above 1e-4 is a difference. A real start does the same with the model's own conf
 {equal} of {total} types are equal, {differs} differ, {failed} fail, and {refused} are refused.
 
 Columns: *eager* is the largest difference of the logits of the step op by op, *-O{level}* that of
-the graph which the passes of -O{level} rewrote, and *adapter* that of the hand-written adapter
-which serves the architecture. Sites are counted in the twin as matched/expected. What is *left* are
-calls of PyTorch's own ops, which Inductor compiles.
+the graph which the passes of -O{level} rewrote, and *adapter* that of the hand-written adapter that
+serves the architecture. Sites are counted in the twin as matched/expected. What is *left* are calls
+of PyTorch's own ops, which Inductor compiles.
 """
 
 
@@ -76,7 +76,7 @@ def _equal(models: list[dict[str, Any]], level: int) -> Iterator[str]:
     yield from ("## Equal", "")
     yield f"| type | eager | -O{level} | adapter | sites | left |"
     yield "|---|---|---|---|---|---|"
-    for _, family in _families(models):
+    for family in _families(models):
         for model in family:
             errors = (model["eager_error"], model["error"], model["adapter_error"])
             sites = ", ".join(f"{kind} {a}/{b}" for kind, (a, b) in model["sites"].items())
@@ -85,13 +85,13 @@ def _equal(models: list[dict[str, Any]], level: int) -> Iterator[str]:
             yield f"| {' | '.join(cells)} |"
 
 
-def _families(models: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+def _families(models: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Models by the word that their types begin with."""
     families = defaultdict[str, list[dict[str, Any]]](list)
     for model in sorted(models, key=lambda model: str(model["name"])):
         word = re.match("[a-zA-Z]*", model["name"])
         families[word[0] if word else ""].append(model)
-    return sorted(families.items())
+    return [families[word] for word in sorted(families)]
 
 
 def _reasons(models: list[dict[str, Any]]) -> Iterator[str]:

@@ -330,6 +330,16 @@ class Positions(TorchFunctionMode):
         return function(*args, **how)
 
 
+class _NoLayers(list[Any]):
+    """The layers of a cache that has none."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise Refused(
+            "it reads a layer of its cache itself, as compressed and indexed attention does; the "
+            "engine's KV cache has no such state"
+        )
+
+
 def no_cache(positions: Tensor) -> Any:
     """A cache for a model's forward that keeps nothing: what a layer gives it comes back.
 
@@ -342,6 +352,7 @@ def no_cache(positions: Tensor) -> Any:
     class NoCache(Cache):
         def __init__(self) -> None:
             super().__init__(layers=[])
+            self.layers = _NoLayers()
 
         def update(
             self,

@@ -94,6 +94,12 @@ def build(facts: CapturedFacts, dtype: torch.dtype) -> nn.Module:
             for name, kept in dtypes_of(model, dtype).items():
                 _set_dtype(model, name, kept)
     except Exception as error:
+        if isinstance(error, KeyError) and error.args == (NAME,):
+            raise UserError(
+                f"{config.model_type!r} cannot be captured: its attention does not go through the "
+                f"library's attention interface: {library} has classes of its own for each "
+                "implementation"
+            ) from error
         raise UserError(
             f"{library} cannot build {config.model_type!r} as a causal language model: "
             f"{first_line(error)}"

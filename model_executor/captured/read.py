@@ -10,6 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 
 from ...config import UserError
 from ...config.rope import RopeParameters
@@ -170,7 +174,16 @@ def why(error: BaseException) -> str:
         if "transformers" in file.parts and file.stem.startswith("modeling_"):
             place = f" ({file.name}, line {frame.tb_lineno})"
         frame = frame.tb_next
-    return f"{first_line(error)}{place}"
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        return (
+            f"its code follows the values of a tensor ({error.func}), which no graph can hold; a "
+            f"mixture of experts has to go through the library's experts interface{place}"
+        )
+    if place:
+        return (
+            f"its code cannot run on a step of many sequences' tokens: {first_line(error)}{place}"
+        )
+    return first_line(error)
 
 
 def _untied(facts: CapturedFacts, folder: Path) -> dict[str, str]:
@@ -197,5 +210,9 @@ def _number(config: Any, name: str) -> int | None:
 def _max_positions(what: str, config: Any) -> int:
     most = _number(config, "max_position_embeddings")
     if most is None:
-        raise UserError(f"{what} has no max_position_embeddings; give the model's complete config")
+        raise UserError(
+            f"{what} has no max_position_embeddings, so that the number of positions it can serve "
+            "is not known, as of recurrent models and of decoders of other things than text; give "
+            "the model's complete config"
+        )
     return most

@@ -1,0 +1,116 @@
+"""Model types of the library, by their twins: equal through the graph, or refused in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fusewright.config import UserError
+from fusewright.engine.check_model import EQUAL, REFUSED, check_model
+from fusewright.model_executor.captured import interfaces
+from fusewright.model_executor.captured.default_configs import default_config
+from fusewright.model_executor.captured.interfaces import PagedAttention
+from fusewright.model_executor.captured.twin import ATOL, ProofError, compare, make_twin
+
+EQUAL_TYPES = (
+    "arcee",  # squared ReLU
+    "bart",  # learned positions, the decoder of a pair
+    "cohere",  # parallel blocks, rotates pairs
+    "gemma2",  # windows, soft caps
+    "gpt_oss",  # sinks, experts with biases
+    "olmoe",  # experts by the interface
+    "opt",  # learned positions
+)
+"""Drawn once from each group of models; all of them: ``make models``."""
+REFUSALS = {
+    "bamba": "it has recurrent layers, whose states the engine does not keep yet",
+    "bloom": "it computes with the mask itself",
+    "dbrx": (
+        "its code follows the values of a tensor (aten.nonzero.default), which no graph can hold; "
+        "a mixture of experts has to go through the library's experts interface (modeling_dbrx.py, "
+    ),
+    "falcon": "its attention does not go through the library's attention interface",
+    "qwen4_exp_text": "it reads a layer of its cache itself, as compressed and indexed attention",
+}
+
+
+@pytest.mark.parametrize("model_type", EQUAL_TYPES)
+def test_eager_step_and_rewritten_graph_are_equal_to_the_library(model_type: str) -> None:
+    check = check_model(model_type, level=2)
+    assert (check.outcome, check.why) == (EQUAL, "")
+    assert check.eager_error is not None and check.eager_error <= ATOL
+    assert check.error is not None and check.error <= ATOL
+    assert check.sites["attention"] == [check.layers, check.layers]
+
+
+@pytest.mark.parametrize("model_type", REFUSALS)
+def test_a_refusal_says_what_is_missing_in_one_line(model_type: str) -> None:
+    check = check_model(model_type, level=2)
+    assert check.outcome == REFUSED
+    assert REFUSALS[model_type] in check.why
+    assert "\n" not in check.why
+
+
+def test_an_unknown_name_is_a_mistake() -> None:
+    with pytest.raises(UserError, match=r"neither a folder with a config.json nor a causal"):
+        check_model("no-such-type", level=2)
+
+
+Facts = Callable[..., dict[str, Any]]
+MISTAKES: dict[str, tuple[str, Facts]] = {
+    "scale doubled": ("llama", lambda facts, scale, sinks: {"scale": 2 * scale}),
+    "window off by one": (
+        "gemma2",
+        lambda facts, scale, sinks: {
+            "facts": replace(facts, window=facts.window and facts.window + 1)
+        },
+    ),
+    "chunk ignored": (
+        "llama4_text",
+        lambda facts, scale, sinks: {"facts": replace(facts, chunk=0)},
+    ),
+    "sinks dropped": ("gpt_oss", lambda facts, scale, sinks: {"sinks": None}),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_attention_is_caught_and_names_the_module(
+    mistake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_type, change = MISTAKES[mistake]
+    twin = make_twin(default_config(model_type), model_type)
+    right = PagedAttention.__call__
+
+    def wrong(
+        self: PagedAttention,
+        facts: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        soft_cap: float,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        args = {"facts": facts, "scale": scale, "sinks": sinks} | change(facts, scale, sinks)
+        return right(self, q=q, k=k, v=v, soft_cap=soft_cap, **args)
+
+    monkeypatch.setattr(interfaces.PagedAttention, "__call__", wrong)
+    with pytest.raises(
+        ProofError, match=r"the first module that differs is \S*layers\.\d\.\S*attn"
+    ):
+        compare(twin, twin.ours, model_type)
+
+
+def test_shifted_positions_are_caught() -> None:
+    twin = make_twin(default_config("gpt2"), "gpt2")
+
+    def shifted(ids: Tensor, positions: Tensor, *rest: Any) -> Tensor:
+        return twin.ours(ids, torch.add(positions, 1), *rest)  # type: ignore[no-any-return]
+
+    with pytest.raises(ProofError):
+        compare(twin, shifted, "gpt2")
