@@ -21,7 +21,6 @@ from ... import ops
 from ..attention import AttentionInputs
 from .facts import AttentionFacts
 
-
 NAME = "fusewright"
 """The implementation of attention, masks and experts that models are built with."""
 
