@@ -39,6 +39,7 @@ def trace_by_dispatch(
     Raises:
         TraceError: the model's code depends on data, or on a size that differs between steps.
     """
+    from torch._dispatch.python import enable_python_dispatcher
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -71,7 +72,12 @@ def trace_by_dispatch(
             return torch.func.functional_call(model, held, arguments)  # type: ignore[no-any-return]
 
     try:
-        with torch.inference_mode(), mode, fx.traceback.preserve_node_meta():
+        with (
+            torch.inference_mode(),
+            mode,
+            enable_python_dispatcher(),  # has definitions for symbolic sizes that C++ lacks
+            fx.traceback.preserve_node_meta(),
+        ):
             gm = make_fx(call, tracing_mode="real")([s for s, _ in sizes.values()], inputs)
     except Exception as error:
         raise TraceError(f"{type(model).__name__} cannot be captured: {why(error)}") from error
