@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map
 
+from ...config import Per
 from ...passes.without_driver import WithoutDriver
 from .respell import respell
 from .source import WEIGHTS
@@ -86,6 +87,9 @@ def trace_by_dispatch(
     for what, (symbol, _) in sizes.items():
         if env.replace(symbol.node.expr).is_number:
             raise TraceError(f"the model made {what} static: {env.replace(symbol.node.expr)}")
+        paths = [guard.expr for guard in env.guards if symbol.node.expr in guard.expr.free_symbols]
+        if paths and what in Per.TOKEN.dims:
+            raise TraceError(f"the model takes another path unless {what} satisfies {paths[0]}")
     return respell(Traced(gm, tuple(sources), dims))
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ...passes.subgraph import compute_fake
-from .trace import Traced
+from .trace import Traced, TraceError
 
 _ATEN = torch.ops.aten
 _LAYER_NORM = _ATEN.native_layer_norm.default
@@ -62,7 +62,11 @@ _END = 2**62
 
 
 def respell(traced: Traced) -> Traced:
-    """The same graph in Dynamo's spelling, with the values that its nodes stand for."""
+    """The same graph in Dynamo's spelling, with the values that its nodes stand for.
+
+    Raises:
+        TraceError: it holds a tensor that is no input.
+    """
     old = traced.gm
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
@@ -75,6 +79,11 @@ def respell(traced: Traced) -> Traced:
             (result,) = node.all_input_nodes
             graph.output((mapping[result],))
             continue
+        elif node.op == "get_attr":
+            raise TraceError(
+                "the model's code makes a tensor of numbers while it runs, which is no "
+                "input of its graph; such tensors have to be buffers"
+            )
         elif node.target in _SAME or _is_layer_norm(node):
             mapping[node] = mapping[node.args[0]]
             continue
