@@ -30,7 +30,7 @@ from ..passes import (
 from .artifacts.key import Wanted
 from .capture.dispatch import trace_by_dispatch
 from .capture.source import Source
-from .capture.trace import Traced, trace
+from .capture.trace import Traced, check_sizes, trace
 from .capture.unroll import unroll
 from .emit.constants import Constants, take_constants
 from .emit.direct import emit_direct
@@ -108,6 +108,7 @@ def lower_model(
             verify=config.verify,
             on_pass=lambda name, gm: record.graph(f"after {name}", traced),
         )
+        check_sizes(traced)
         check_required(reports, config.required)
     if config.verify:
         with timer.phase("references"):
@@ -143,7 +144,9 @@ def lower_model(
 def rewritten(source: Source, config: CompileConfig) -> tuple[Traced, list[PassReport]]:
     """A model's graph behind the passes of a level, before kernels are chosen; their reports."""
     traced = _trace(source)
-    return traced, run_passes(traced.gm, _passes(source, config))
+    reports = run_passes(traced.gm, _passes(source, config))
+    check_sizes(traced)
+    return traced, reports
 
 
 def _passes(source: Source, config: CompileConfig) -> list[Rule]:

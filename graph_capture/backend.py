@@ -123,7 +123,8 @@ class RecordingGraphs:
         def replay() -> None:
             self.replays += 1
             for static, fresh in zip(outputs, fn(), strict=True):
-                static.copy_(fresh)
+                if isinstance(static, Tensor):  # else a size
+                    static.copy_(fresh)
 
         return outputs, replay
 

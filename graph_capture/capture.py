@@ -262,7 +262,8 @@ def _capture_run(
     outputs, replay = backend.capture(fn)
     for slot, value in zip(slots, outputs, strict=True):
         owned[slot] = value
-        static[slot] = backend.alias(value)
+        # A size that a piece computes is a number of this graph.
+        static[slot] = backend.alias(value) if isinstance(value, Tensor) else value
     return replay
 
 

@@ -137,6 +137,25 @@ def _name_inputs(
     return Traced(gm, tuple(inputs), dims)
 
 
+def check_sizes(traced: Traced) -> None:
+    """Refuse a graph of which a size has become a number since it was captured: its code would run
+    for that one alone.
+
+    Raises:
+        TraceError: names the size.
+    """
+    for node, source in zip(
+        traced.gm.graph.find_nodes(op="placeholder"), traced.inputs, strict=True
+    ):
+        size = node.meta["example_value"]
+        if isinstance(size, torch.SymInt):
+            number = size.node.shape_env.replace(size.node.expr)
+            if number.is_number:
+                # Its own symbol: ``expr`` is the number by now.
+                what = traced.dims.get(str(size.node._expr), source.name)
+                raise TraceError(f"a pass made {what} static: {number}")
+
+
 def _check_dynamic(size: Any, what: str) -> None:
     """Refuse a size that is fixed, or on which the captured code depends: the program has no guards
     and runs the same code for every size.  What torch asks of sequences, one less than their

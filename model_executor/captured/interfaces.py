@@ -196,7 +196,8 @@ def attention(
     )
     padded = value
     if facts.value_dim < width:  # a block has keys and values of one width
-        padded = torch.nn.functional.pad(value, (0, width - facts.value_dim))
+        zeros = value.new_zeros((*value.shape[:-1], width - facts.value_dim))
+        padded = torch.cat([value, zeros], dim=-1)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, padded))
     q = q.contiguous()  # keys and values are copied into their cache, from any strides
     scale = width**-0.5 if scaling is None else scaling

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fusewright.compiler.capture.dispatch import trace_by_dispatch
-from fusewright.compiler.capture.trace import Traced, TraceError
+from fusewright.compiler.capture.trace import Traced, TraceError, check_sizes
 
 
 class Model(nn.Module):
@@ -38,6 +38,14 @@ def test_a_graph_has_sizes_weights_and_steps_as_inputs_and_dynamos_spelling() ->
     x = torch.rand(3, 4)
     (made,) = [traced.gm(3, torch.full((4,), 2.0), x)]
     assert torch.equal(made[0] if isinstance(made, tuple) else made, (2 * x).view(-1, 2).double())
+
+
+def test_a_size_that_became_a_number_behind_the_capture_is_refused() -> None:
+    traced = capture(lambda model, x: x * model.weight)
+    check_sizes(traced)
+    int(traced.gm.graph.find_nodes(op="placeholder")[0].meta["example_value"])
+    with pytest.raises(TraceError, match="made num_tokens static: 5"):
+        check_sizes(traced)
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_options_name_the_implementations() -> None:
 def test_on_a_gpu_tokens_and_logits_equal_transformers(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = save(model_type, tmp_path)
+    model = save(model_type, tmp_path).cuda()
     expected = [reference(model, prompt, FEW_TOKENS) for prompt in prompts()]
     llm = start(tmp_path, 2, "cuda", num_gpu_blocks_override=64)
     check(llm, LogitsRecorder(llm, monkeypatch), expected, model_type)

@@ -95,6 +95,23 @@ def test_piecewise_runs_what_is_per_sequence_between_the_graphs() -> None:
     assert log == ["first", "attention", "last", "head"] and backend.replays == 2
 
 
+def test_a_size_that_a_piece_computes_is_a_number_of_its_graph() -> None:
+    """The router of a captured model gives its number of choices to the next piece."""
+    steps = [
+        Step("first", lambda env: [2 * env[0].shape[0]], (3,), (), per_token=True),
+        Step("head", lambda env: [torch.full((2,), float(env[3]))], (6,), (), per_token=False),
+    ]
+    names = ("input_ids", "positions", "seq_lens")
+    sized = Program(steps, SLOT, dict.fromkeys(names), SLOT["output"])
+    made = buffers()
+    graphs = Graphs(sized, made, dispatcher("PIECEWISE"), RecordingGraphs())
+    while graphs.capture_next():
+        pass
+    for num_tokens in (4, 8, 4):
+        want = torch.full((2,), 2.0 * num_tokens)
+        assert torch.equal(graphs.replay_piecewise(num_tokens, fill(made, num_tokens, 2)), want)
+
+
 def test_what_ran_between_the_graphs_is_not_kept() -> None:
     graphs, made, _ = captured("PIECEWISE", [])
     graphs.replay_piecewise(4, fill(made, 4, 3))
