@@ -10,6 +10,7 @@ from ..config import ModelLimits, UserError
 from ..config.weight_format import StoredFormat
 from .abacus import BUNDLED
 from .captured.described import Lookup, described_spec, nowhere
+from .captured.facts import is_known
 from .checkpoint_facts import fit_to_checkpoint
 from .hf_json import HfConfig, read_json
 from .models import ARCHITECTURES
@@ -58,6 +59,7 @@ def read_spec(folder: Path | str, impl: str = "auto", lookup: Lookup = nowhere) 
     if name not in ARCHITECTURES or impl == "transformers":
         if described := described_spec(folder, config.values, lookup):
             return described
+        _check_known(config, name)
         # Only now: it imports torch and a library, which takes seconds.
         from .captured.read import captured_spec
 
@@ -71,6 +73,22 @@ def read_spec(folder: Path | str, impl: str = "auto", lookup: Lookup = nowhere) 
         spec = replace(spec, notes=(*spec.notes, note))
     dtype_stated = config.has("dtype") or config.has("torch_dtype")
     return fit_to_checkpoint(replace(spec, quant=quant), folder, dtype_stated=dtype_stated)
+
+
+def _check_known(config: HfConfig, name: str) -> None:
+    """Refuse an architecture that neither an adapter nor the library has."""
+    if is_known(name):
+        return
+    supported = ", ".join(ARCHITECTURES)
+    if config.values.get("auto_map"):
+        raise UserError(
+            f"{config.path}: architecture {name!r} is custom code (auto_map), which is never run; "
+            f"choose a model whose architecture is built in: {supported}, or one of transformers"
+        )
+    raise UserError(
+        f"architecture {name!r} is not supported; supported: {supported}, and the causal language "
+        "models of transformers, where fusewright[transformers] is installed"
+    )
 
 
 def _check_blocks(path: Path, spec: ModelSpec, quant: QuantScheme | None) -> None:

@@ -73,7 +73,7 @@ def compute_fake(node: fx.Node) -> Any:
     if not tensors:  # it creates a tensor, perhaps of a symbolic size
         tensors = _tensors([fake_value(n) for n in node.graph.find_nodes(op="placeholder")])
     modes = [value.fake_mode for value in tensors if isinstance(value, FakeTensor)]
-    with torch.inference_mode(), modes[0] if modes else nullcontext():
+    with modes[0] if modes else nullcontext():
         if node.op == "call_method" and node.target == "contiguous" and not (args[1:] or kwargs):
             return contiguous(args[0])
         if node.op == "call_method":

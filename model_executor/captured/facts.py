@@ -3,6 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+
+def is_known(architecture: str) -> bool:
+    """Whether the installed library names this architecture among its causal language models; its
+    text is searched, as importing it takes seconds."""
+    library = find_spec("transformers")
+    if library is None or library.origin is None:
+        return False
+    table = Path(library.origin).parent / "models" / "auto" / "modeling_auto.py"
+    try:
+        return f'"{architecture}"' in table.read_text()
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ def read_config(path: Path, values: Mapping[str, Any], architecture: str) -> Any
     """
     library = version()
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
@@ -47,6 +48,13 @@ def read_config(path: Path, values: Mapping[str, Any], architecture: str) -> Any
         raise UserError(
             f"{path}: architecture {architecture!r} is not supported: it has no adapter, and its "
             f"model_type {kind!r} is unknown to {library}{own}"
+        )
+    implemented = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    if architecture != implemented:
+        raise UserError(
+            f"{path}: architecture {architecture!r} is not supported: what {library} has of "
+            f"model_type {kind!r} as a causal language model is {implemented!r}; config.json must "
+            "be the model's own"
         )
     try:
         return CONFIG_MAPPING[kind].from_dict(dict(values))

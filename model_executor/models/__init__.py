@@ -28,9 +28,3 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen2MoeForCausalLM": Architecture(qwen2_moe, QWEN_MOE),
     "Qwen3MoeForCausalLM": Architecture(qwen3_moe, QWEN_MOE),
 }
-
-REFUSED: dict[str, str] = {
-    "DeepseekV2ForCausalLM": "its attention is latent (MLA); of it, ops.route has the router",
-    "DeepseekV3ForCausalLM": "its attention is latent (MLA); of it, ops.route has the router",
-}
-"""Architectures of which a part is missing, and which."""

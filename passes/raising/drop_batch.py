@@ -127,7 +127,8 @@ def _refresh(node: fx.Node, made: set[fx.Node]) -> None:
     sources = [arg for arg in node.all_input_nodes if arg in made]
     if not sources or not isinstance(fake_value(node), (Tensor, tuple, list)):
         return
-    value = compute_fake(node)
+    with torch.inference_mode():  # as it was captured, where ops in place were too
+        value = compute_fake(node)
     held = {one.untyped_storage()._cdata for one in tree_leaves(value)}
     if held <= memory(*sources):
         node.meta["example_value"] = value

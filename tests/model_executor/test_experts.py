@@ -171,11 +171,6 @@ def test_an_expert_too_many_is_named(folder: Path) -> None:
     assert f"has weight {name}" in spoil(folder, lambda t: t.update({name: torch.zeros(32, 64)}))
 
 
-def test_deepseek_is_refused_with_what_is_missing(folder: Path) -> None:
-    edit(folder, architectures=["DeepseekV3ForCausalLM"])
-    assert "'DeepseekV3ForCausalLM' is not supported (its attention is latent" in refusal(folder)
-
-
 def test_a_model_whose_layers_are_all_dense_has_no_experts(folder: Path) -> None:
     edit(folder, mlp_only_layers=[0, 1])
     assert read_spec(folder).moe is None

@@ -207,11 +207,13 @@ def test_json_that_is_not_a_config_is_refused(tmp_path: Path, text: str) -> None
 
 
 def test_an_unknown_architecture_names_the_supported_ones(tmp_path: Path) -> None:
-    message = refusal(tmp_path, architectures=["MambaForCausalLM"])
-    assert "'MambaForCausalLM' is not supported" in message
+    message = refusal(tmp_path, architectures=["FooForCausalLM"])
+    assert "'FooForCausalLM' is not supported" in message
     for name in ("Llama", "Mistral", "Qwen2", "Qwen3"):
         assert f"{name}ForCausalLM" in message
     assert "names no architectures" in refusal(tmp_path, architectures=None)
+    other = refusal(tmp_path, architectures=["MambaForCausalLM"])  # of the model_type of another
+    assert "'MambaForCausalLM' is not supported" in other
 
 
 @pytest.mark.parametrize(
