@@ -47,7 +47,7 @@ _KINDS = {
     "experts": "fuse_moe",
     "chains": "fuse_chain",
 }
-"""What a reader calls the sites of a pass -> the pass."""
+"""Maps what a reader calls the sites of a pass to the pass."""
 
 
 _MOVES = frozenset(
@@ -73,7 +73,7 @@ _MOVES = frozenset(
 
 @dataclass(frozen=True)
 class ModelCheck:
-    """What was found of one model.
+    """Holds what the check of one model found.
 
     Attributes:
         name: as it was asked for: a model type, or a folder.

@@ -198,8 +198,3 @@ _SPECIAL: dict[Any, Callable[..., fx.Node]] = {
     _LAYER_NORM: _layer_norm,
     _ATEN.sym_size.int: _size,
 }
-
-
-def is_square(value: Any, size: str) -> bool:
-    """Whether a tensor has two dimensions of this size symbol."""
-    return isinstance(value, Tensor) and [str(d) for d in value.shape].count(size) > 1

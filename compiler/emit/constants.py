@@ -24,7 +24,7 @@ CONSTANTS = "constants/"
 
 @dataclass(frozen=True)
 class Constants:
-    """What is computed before the first step: its steps, and their code by digest."""
+    """Holds the steps that run once, before the first step of a model, and their code by digest."""
 
     steps: tuple[PieceStep, ...] = ()
     pieces: Mapping[str, Subgraph] = field(default_factory=dict)

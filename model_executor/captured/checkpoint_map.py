@@ -61,7 +61,7 @@ class _Plan:
     unused: dict[str, str]
 
     def results(self) -> dict[str, tuple[_Load, TracedTensor]]:
-        """What each parameter is filled with."""
+        """Return the load and the tensor that fill each parameter."""
         done: dict[str, tuple[_Load, TracedTensor]] = {}
         for load in self.loads.values():
             for name, tensor in _converted(self.model, load).items():

@@ -53,7 +53,7 @@ class Tied(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DescribedSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What ``read_spec`` said of a folder, and what it read for that besides headers."""
+    """Holds what ``read_spec`` said of a folder, and what it read for that besides headers."""
 
     spec: ModelSpec
     tied: tuple[Tied, ...]

@@ -1,4 +1,4 @@
-"""What is known of a captured model without its library: data that a spec holds."""
+"""Describes a captured model as data, which a spec holds and which needs no library."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_known(architecture: str) -> bool:
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """What one call of the attention interface asked for; the KV cache of that call follows.
+    """Describes one call of the attention interface; the KV cache of that call follows from it.
 
     Attributes:
         num_heads, num_kv_heads: of the whole model.

@@ -31,7 +31,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Mask:
-    """What a query sees of the positions up to its own: all, a window or a chunk of them.
+    """Says what a query sees of the positions up to its own: all, a window or a chunk of them.
 
     ``refused`` names a kind that the engine lacks; only the attention that is called with it is
     refused, since models also make masks that they do not use.

@@ -100,7 +100,7 @@ def run(
 
 
 def position_arguments(model: nn.Module, positions: Tensor) -> dict[str, Tensor]:
-    """What says the positions of tokens to a model's forward; empty if it counts them itself."""
+    """Make the arguments that give a model's forward positions; none if it counts them itself."""
     parameters = inspect.signature(type(model).forward).parameters.values()
     takes = any(p.name == "position_ids" or p.kind is p.VAR_KEYWORD for p in parameters)
     return {"position_ids": positions[None]} if takes else {}

@@ -54,7 +54,7 @@ _NO_SIZE = re.compile(r"shared_experts$|window_layers|patch|image|audio|num_chan
 
 
 def kind_of(name: str) -> str:
-    """What a field of that name counts; "" if no size that is known."""
+    """Return what a field of that name counts; "" if it is no size that is known."""
     if _NO_SIZE.search(name) and not _KINDS["token"].search(name):
         return ""
     return next((kind for kind, pattern in _KINDS.items() if pattern.search(name)), "")
@@ -230,7 +230,7 @@ class Sizes:
 
 
 def _family(name: str) -> str:
-    """What a field of heads belongs to: ``mamba`` of ``mamba_n_heads``, "" of ``num_heads``."""
+    """Return the owner of a field of heads: ``mamba`` of ``mamba_n_heads``, "" of ``num_heads``."""
     first = name.split("_")[0]
     return "" if first in ("n", "num", "head", "headdim", "d", "dim") else first
 

@@ -40,6 +40,6 @@ def _axes(rows: Iterable[Iterable[int]]) -> tuple[Axis, ...]:
 
 
 def _digest(found: Mapping[str, TensorInfo]) -> str:
-    """Of all names, shapes and types."""
+    """Return a digest of all names, shapes and types."""
     rows = sorted((info.name, info.shape, info.dtype) for info in found.values())
     return hashlib.sha256(json.dumps(rows).encode()).hexdigest()

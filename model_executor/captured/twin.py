@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ...config import UserError
 from ..attention import AttentionInputs, CacheInputs
 from ..kv_cache import allocate_kv_caches
+from ..loader import materialize
 from ..spec import ModelSpec
 from .library import first_line
 from .linears import tensors_of
@@ -80,25 +81,12 @@ def make_twin(config: Any, what: str) -> Twin:
     randomize(unmodified)
     spec = spec_of(small, what, type(unmodified).__name__)
     ours = CapturedModel(spec)
-    _materialize(ours)
+    materialize(ours, None, "cpu")
     theirs = tensors_of(unmodified)
     with torch.no_grad():
         for name, tensor in tensors_of(ours.library).items():
             tensor.copy_(theirs[name])
     return Twin(spec, ours.eval(), unmodified)
-
-
-def _materialize(model: nn.Module) -> None:
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, param in module.named_parameters(recurse=False):
-            if id(param) not in made:
-                empty = torch.empty(param.shape, dtype=param.dtype)
-                made[id(param)] = nn.Parameter(empty, requires_grad=False)
-            setattr(module, name, made[id(param)])
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_meta:
-                setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
 
 
 @torch.inference_mode()
