@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -56,21 +56,27 @@ _WRITTEN_OUT = (
 )
 
 
-class Attend(Protocol):
-    """Computes one call of attention: (facts, q, k, v, scale, soft cap, sinks) -> the result;
-    tensors are [num_tokens, heads, head_dim]."""
+@dataclass(frozen=True)
+class AttentionCall:
+    """Holds one call of attention; q, k and v are [num_tokens, heads, head_dim].
 
-    def __call__(
-        self,
-        facts: AttentionFacts,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        soft_cap: float,
-        sinks: Tensor | None,
-    ) -> Tensor: ...
+    Attributes:
+        scale: multiplies q k.
+        soft_cap: of logits; 0: none.
+        sinks: [num_heads], a logit a head that takes part in no value; None: none.
+    """
 
+    facts: AttentionFacts
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    soft_cap: float
+    sinks: Tensor | None
+
+
+Attend: TypeAlias = Callable[[AttentionCall], Tensor]
+"""Computes one call of attention: [num_tokens, heads, head_dim]."""
 
 _attend: ContextVar[Attend] = ContextVar("attend")
 
@@ -92,19 +98,10 @@ class Recorder:
         self.calls: list[AttentionFacts] = []
         self._on_call = on_call
 
-    def __call__(
-        self,
-        facts: AttentionFacts,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        soft_cap: float,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        self.calls.append(facts)
+    def __call__(self, call: AttentionCall) -> Tensor:
+        self.calls.append(call.facts)
         self._on_call()
-        return torch.empty_like(q)
+        return torch.empty_like(call.q)
 
 
 @dataclass
@@ -117,34 +114,25 @@ class PagedAttention:
     groups: Sequence[int]
     calls: int = 0
 
-    def __call__(
-        self,
-        facts: AttentionFacts,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        soft_cap: float,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, call: AttentionCall) -> Tensor:
         kv_cache, cache = self.kv_caches[self.calls], self.inputs.groups[self.groups[self.calls]]
         self.calls += 1
-        ops.kv_store(k, v, kv_cache, cache.slot_mapping, None)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        ops.kv_store(call.k, call.v, kv_cache, cache.slot_mapping, None)
+        out = torch.empty_like(call.q, memory_format=torch.contiguous_format)
         ops.paged_attention(
-            q,
+            call.q,
             kv_cache,
             cache.block_table,
             self.inputs.seq_lens,
             self.inputs.query_start_loc,
             out,
-            scale,
-            facts.window,
-            soft_cap,
+            call.scale,
+            call.facts.window,
+            call.soft_cap,
             None,
             None,
-            sinks,
-            facts.chunk,
+            call.sinks,
+            call.facts.chunk,
         )
         return out
 
@@ -201,7 +189,7 @@ def attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, padded))
     q = q.contiguous()  # keys and values are copied into their cache, from any strides
     scale = width**-0.5 if scaling is None else scaling
-    out = _attend.get()(facts, q, k, v, scale, softcap or 0.0, s_aux)
+    out = _attend.get()(AttentionCall(facts, q, k, v, scale, softcap or 0.0, s_aux))
     return out[None, ..., : facts.value_dim], None
 
 

@@ -87,18 +87,8 @@ def test_a_mistake_in_attention_is_caught_and_names_the_module(
     twin = make_twin(default_config(model_type), model_type)
     right = PagedAttention.__call__
 
-    def wrong(
-        self: PagedAttention,
-        facts: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        soft_cap: float,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        args = {"facts": facts, "scale": scale, "sinks": sinks} | change(facts, scale, sinks)
-        return right(self, q=q, k=k, v=v, soft_cap=soft_cap, **args)
+    def wrong(self: PagedAttention, call: interfaces.AttentionCall) -> Tensor:
+        return right(self, replace(call, **change(call.facts, call.scale, call.sinks)))
 
     monkeypatch.setattr(interfaces.PagedAttention, "__call__", wrong)
     with pytest.raises(
