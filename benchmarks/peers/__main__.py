@@ -22,7 +22,7 @@ from ...engine.worker.startup_report import process_age_s
 from .peer import Peer, PeerOptions
 from .work import THROUGHPUTS, latencies, longest_request, seconds, throughputs
 
-ENGINES = ("fusewright", "vllm", "sglang")
+ENGINES = ("fusewright", "vllm", "sglang", "transformers")
 SIZES = ("1", "3", "17", "48", "64", "200", "256", "17:3000")
 
 
