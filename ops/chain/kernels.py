@@ -58,6 +58,7 @@ class ChainKernel:
         run: computes a part; None if it cannot read the tensors.
         names: the kernels that it launches.
         launches: of Triton, with the state that they lead to.
+        span: how many of a chain's first stages it computes, where ``patterns`` are examples.
     """
 
     name: str
@@ -67,6 +68,7 @@ class ChainKernel:
     run: Callable[[Part], State | None]
     names: Callable[[Part], tuple[str, ...]]
     launches: Callable[[Part], Launches[State] | None] = no_launches
+    span: Callable[[tuple[Stage, ...]], int] = lambda stages: 0
 
 
 class Step(NamedTuple):
@@ -325,6 +327,9 @@ def candidates(
 ) -> Iterator[tuple[ChainKernel, int]]:
     """The kernels with a pattern that the first of these stages have, and the pattern's length."""
     for kernel in kernels:
+        if (length := kernel.span(stages)) > 1:
+            yield kernel, length
+            continue
         for pattern in kernel.patterns:
             head = stages[: len(pattern)]
             if len(head) == len(pattern) and all(map(isinstance, head, pattern)):
