@@ -13,6 +13,7 @@ from itertools import product
 from typing import TypeAlias
 
 from ...ops.chain.chain import CUDA, OVER_RANKS
+from ...ops.chain.row_stages import Add, Scale
 from ...ops.chain.stages import Act, AddNorm, Experts, Linear, Stage, parse
 from ...ops.norm.gated_act import ACTIVATIONS, GATED_ACTS
 from ...ops.norm.norm import NORMS
@@ -55,6 +56,8 @@ _PARTS: dict[type[Stage], tuple[str, ...]] = {
     Linear: ("linear",),
     AddNorm: ("add", "RMSNorm"),
     Act: ("SiLU-mul or GELU-mul",),
+    Scale: ("product",),
+    Add: ("add",),
     Experts: ("router", "top-k", "experts", "sum"),
 }
 

@@ -14,7 +14,6 @@ from ..launches import rotary
 from ..launches.rotary import LAYOUTS as LAYOUTS
 
 
-
 @dispatched
 def rotary_embedding(
     positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, layout: str = "halves"

@@ -39,6 +39,8 @@ def _why_not(stage: Stage) -> str:
 def _never(stages: tuple[Any, ...]) -> str:
     if not any(isinstance(stage, (Add, AddNorm)) for stage in stages):
         return "nothing is added to the residual"
+    if not any(isinstance(stage, (Norm, AddNorm)) for stage in stages):
+        return "it has no norm: Inductor fuses the rest"
     return next(filter(None, map(_why_not, stages)), "")
 
 
