@@ -1,8 +1,9 @@
 """``fuse_rope_store`` joins [QK-norm +] rotary embedding and the KV store in one kernel.
 
 Before: ``[q = rms_norm(q, wq, eps); k = rms_norm(k, wk, eps);] q, k = rotary_embedding(p, q, k, t);
-kv_store(k, v, cache, slots)``, in any layout and with any offset of the norms' weights.  After: ``q = rope_kv_store(p, q, k, v, t, cache, slots, ...)``.
-This saves a write and a read of k, with norms also of q and k, and one launch or three.
+kv_store(k, v, cache, slots)``, in any layout and with any offset of the norms' weights.  After:
+``q = rope_kv_store(p, q, k, v, t, cache, slots, ...)``.  This saves a write and a read of k, with
+norms also of q and k, and one launch or three.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from ..core.launch import Launches, run_all
-from ..core.target import Target
 from ..launches.norm import ADD, MOST_NORMS, NormOf, RowStage, row_stages, too_wide
 from .kernels import ChainKernel, Part
 from .row_stages import Add, Scale
