@@ -127,6 +127,13 @@ def _one_item(node: fx.Node, index: int) -> fx.Node:
     return found[0]
 
 
+def why_read_elsewhere(chain: Reading, nodes: Sequence[Any]) -> str:
+    """Why the chain's value cannot disappear, or an empty string: it is read beside these nodes, is
+    not what the chain is given, and no sum that it hands out."""
+    kept = chain.value is chain.x or chain.value in chain.totals
+    return "" if kept else read_elsewhere(chain.value, nodes)
+
+
 def read_linear(chain: Reading, node: fx.Node) -> Read | None:
     """A linear layer, behind a quantization by scales of its own x or by those of the chain."""
     nodes: list[Any] = []
@@ -146,9 +153,9 @@ def read_linear(chain: Reading, node: fx.Node) -> Read | None:
         raise Miss("the layer behind it quantizes by a static scale")
     if layer["x_scale"] is not scale:
         raise Miss("the layer is FP8 and its x has a static scale, for which there is no kernel")
-    # What else reads the x that a chain is given is no matter.
-    held = (values, scale) if values is not chain.x else ()
-    for value in (*held, *((chain.value,) if chain.stages else ())):
+    if reason := why_read_elsewhere(chain, nodes):
+        raise Miss(reason)
+    for value in (values, scale) if values is not chain.x else ():
         if value is not None and (reason := read_elsewhere(value, nodes)):
             raise Miss(reason)
     if scale is not None:
@@ -202,7 +209,7 @@ def read_add_norm(chain: Reading, node: fx.Node) -> Read | None:
         raise Miss("two process groups sum in it")
     if fake_value(other).dtype != chain.dtype:
         raise Miss(f"the residual is {fake_value(other).dtype}, what is added {chain.dtype}")
-    if reason := read_elsewhere(chain.value, [node]):
+    if reason := why_read_elsewhere(chain, [node]):
         raise Miss(reason)
     for total in chain.totals:
         if reason := read_elsewhere(total, [node]):
@@ -235,7 +242,7 @@ def read_norm(chain: Reading, node: fx.Node) -> Read | None:
     x, weight, eps, offset = args[:4]
     if x is not chain.value or fake_value(x).dim() != fake_value(chain.x).dim():
         return None
-    if reason := read_elsewhere(chain.value, [node]):
+    if reason := why_read_elsewhere(chain, [node]):
         raise Miss(reason)
     return Read(
         lambda names: Norm(tensors=names, eps=eps, offset=offset),
@@ -250,7 +257,7 @@ def read_all_reduce(chain: Reading, node: fx.Node) -> Read | None:
     """A sum over ranks that is no part of a norm."""
     if not is_call(node, _ALL_REDUCE):
         return None
-    if reason := read_elsewhere(chain.value, [node]):
+    if reason := why_read_elsewhere(chain, [node]):
         raise Miss(reason)
     group = str(node.args[1])
     if chain.group not in (None, group):
@@ -266,7 +273,7 @@ def read_act(chain: Reading, node: fx.Node) -> Read | None:
     if key is None or node.args[0] is not chain.value:
         return None
     activation, quant = key
-    if reason := read_elsewhere(chain.value, [node]):
+    if reason := why_read_elsewhere(chain, [node]):
         raise Miss(reason)
     if not quant:
         if reason := why_not_packed(node, "linear layers"):
@@ -298,7 +305,7 @@ def read_experts(chain: Reading, node: fx.Node) -> Read | None:
         raise Miss("the experts are spread over ranks, whose sum is in between")
     if call.shared is not None:
         raise Miss("a shared expert reads the norm too")
-    if reason := read_elsewhere(chain.value, [node]):
+    if reason := why_read_elsewhere(chain, [node]):
         raise Miss(reason)
     tensors = named(Experts, call._asdict())
     constants = {name: getattr(call, name) for name in Experts.constants()}

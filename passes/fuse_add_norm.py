@@ -18,7 +18,7 @@ from .rule import EXACT, is_call, writes_shared, written_between
 from .sites import Match, Miss, SitePass, call
 from .subgraph import fake_value
 
-_ADDS = (
+ADDS = (
     *(operator.add, operator.iadd, torch.add, "add", "add_"),
     *(torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor),
 )
@@ -33,7 +33,7 @@ def _read(norm: fx.Node) -> Match | None:
     if not is_call(norm, torch.ops.fw.rms_norm.default):
         return None
     add: Any = norm.args[0]
-    if not is_call(add, *_ADDS):
+    if not is_call(add, *ADDS):
         return None
     if reason := _why_not(norm, add):
         raise Miss(reason)
@@ -42,7 +42,8 @@ def _read(norm: fx.Node) -> Match | None:
     return Match(norm, [add, norm], [norm, add], fused)
 
 
-def _why_not(norm: fx.Node, add: fx.Node) -> str:
+def why_not_summed(add: fx.Node) -> str:
+    """Why an add is not the sum of two tensors like it, or an empty string."""
     if add.kwargs.get("alpha", 1) != 1:
         return f"the add scales by alpha={add.kwargs['alpha']}"
     operands: tuple[Any, ...] = add.args
@@ -59,7 +60,11 @@ def _why_not(norm: fx.Node, add: fx.Node) -> str:
         return f"the sum has strides {list(total.stride())}, the op's is dense"
     if writes_shared(add):
         return f"the add overwrites {operands[0].name}, which others may read"
-    if reason := written_between(add, norm):
+    return ""
+
+
+def _why_not(norm: fx.Node, add: fx.Node) -> str:
+    if reason := why_not_summed(add) or written_between(add, norm):
         return reason
     early = [user for user in add.users if user < norm]  # in graph order
     if early:

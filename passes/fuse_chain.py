@@ -7,12 +7,15 @@ ranks, quantizations, post-norms and experts in it.  After: ``q, r3 = chain(x, r
 the stages had several kernels each; for many, the op runs the stages in turn.
 
 A chain grows from a linear layer, stage by stage, as long as ``chain_readers`` finds a stage.  Kept
-is the longest beginning that ends with a stage for which the table has a kernel.
+is the longest beginning that ends with a stage for which the table has a kernel.  Chains of what is
+left between two layers, such as a post-norm, the add and the next norm, are one launch for any
+number of rows; others may read their results.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,13 +24,15 @@ from torch import fx
 
 from ..ops.chain.chain import KERNELS
 from ..ops.chain.kernels import covered
+from ..ops.chain.rows import ROWS, row_span
 from ..ops.chain.stages import Chain
 from ..ops.norm.gated_act import GATED_ACTS
 from ..ops.norm.norm import Norm as Axes, norm_axes
-from .chain_readers import MOE, QUANTIZE, READERS, Reading, items, read_linear
+from .chain_readers import MOE, QUANTIZE, READERS, Read, Reader, Reading, items, read_linear
+from .chain_rows import ROW_READERS, read_scale
 from .fuse_gated_linear import LINEAR, linear_args
 from .report import PassReport
-from .rule import EXACT, Context, is_call, written_between
+from .rule import EXACT, Context, Rule, is_call, written_between
 from .sites import Build, Miss, call, op_name
 
 _CHAIN = torch.ops.fw.chain.default
@@ -96,9 +101,7 @@ class FuseChain:
             if chain is not None:
                 taken |= {*chain.nodes}
                 joined |= {joint: in_turn.get(joint, "") for joint, _ in chain.joints}
-                outputs = [chain.value, *chain.totals]
-                build = _build(chain, len(chain.totals))
-                context.replace(self, chain.value, sorted({*chain.nodes}), outputs, build)
+                _replace(self, context, chain)
             last = grown.after[-1] if grown.after else None
             text = str(Chain(last.stages)) if last else ""
             if grown.cut:
@@ -106,11 +109,22 @@ class FuseChain:
             for joint, _ in last.joints if last else ():
                 missed.setdefault(joint, (reason, text))
         for node in before:
+            if node not in taken and (rows := _grow_rows(node)) is not None:
+                taken |= {*rows.nodes}
+                joined |= dict.fromkeys((joint for joint, _ in rows.joints), "")
+                _replace(self, context, rows)
+        for node in before:
             if node in joined:
                 report.match(node.name, joined[node])
             elif node not in taken and is_expected(node):
                 report.miss(node.name, *(missed.get(node) or (_why_unread(node),)))
         return report
+
+
+def _replace(rule: Rule, context: Context, chain: Reading) -> None:
+    totals = [node for node in chain.totals if node is not chain.value]
+    build = _build(chain, len(totals))
+    context.replace(rule, chain.value, sorted({*chain.nodes}), [chain.value, *totals], build)
 
 
 def _build(chain: Reading, count: int) -> Build:
@@ -127,6 +141,27 @@ def _build(chain: Reading, count: int) -> Build:
     return build
 
 
+def _grow_rows(start: fx.Node) -> Reading | None:
+    """The longest chain that begins with a node and that the kernel of rows computes."""
+    kept, following = None, [start]
+    chain = Reading(x, x) if isinstance(x := next(iter(start.args), None), fx.Node) else None
+    while chain and following:
+        try:
+            read = _read(chain, following, ROW_READERS)
+        except Miss:
+            break
+        chain = read and chain.grown(read)
+        if chain is None or row_span(chain.stages) != len(chain.stages):
+            break
+        first, last = chain.nodes[0], chain.nodes[-1]
+        if first is not last and written_between(first, last):
+            break
+        if len(chain.stages) > 1 and not ROWS.why_never(chain.stages) and not _why_no_end(chain):
+            kept = chain
+        following = sorted(user for user in chain.value.users if user.op != "output")
+    return kept
+
+
 def _grow(start: fx.Node) -> _Grown:
     """Read a chain from its first linear layer on, until what follows is no stage of one."""
     grown = _Grown()
@@ -140,7 +175,10 @@ def _grow(start: fx.Node) -> _Grown:
     chain, readers = Reading(x, x), [following]
     while readers:
         try:
-            read = _read(chain, readers)
+            if chain.stages:
+                read = _read(chain, readers, (*READERS, read_scale))
+            else:
+                read = read_linear(chain, following)
         except Miss as miss:
             expected = [node for node in readers if is_expected(node)]
             return replace(grown, reason=str(miss), cut=next(iter(expected), None), is_cut=True)
@@ -156,17 +194,15 @@ def _grow(start: fx.Node) -> _Grown:
     return replace(grown, reason="its result leaves the graph")
 
 
-def _read(chain: Reading, nodes: list[fx.Node]) -> Any:
+def _read(chain: Reading, nodes: list[fx.Node], readers: Sequence[Reader]) -> Read | None:
     """The stage that one of the readers of a chain's value begins.
 
     Raises:
         Miss: one begins a stage that cannot be joined, and none begins another.
     """
-    if not chain.stages:  # what else reads x is no matter
-        return read_linear(chain, nodes[0])
     why: Miss | None = None
     for node in nodes:
-        for reader in READERS:
+        for reader in readers:
             try:
                 read = reader(chain, node)
             except Miss as miss:

@@ -1,8 +1,9 @@
 """``fuse_rope_store`` joins [QK-norm +] rotary embedding and the KV store in one kernel.
 
 Before: ``[q = rms_norm(q, wq, eps); k = rms_norm(k, wk, eps);] q, k = rotary_embedding(p, q, k, t);
-kv_store(k, v, cache, slots)``.  After: ``q = rope_kv_store(p, q, k, v, t, cache, slots, ...)``.
-This saves a write and a read of k, with norms also of q and k, and one launch or three.
+kv_store(k, v, cache, slots)``, in any layout and with any offset of the norms' weights.  After:
+``q = rope_kv_store(p, q, k, v, t, cache, slots, ...)``.  This saves a write and a read of k, with
+norms also of q and k, and one launch or three.
 """
 
 from __future__ import annotations
@@ -28,8 +29,6 @@ def _read(rotary: fx.Node) -> Match | None:
         return None
     norms = [x for x in rotary.args[1:3] if is_call(x, torch.ops.fw.rms_norm.default)]
     store, reason = _store(rotary)
-    if rotary.args[4:] not in ((), ("halves",)):
-        reason = f"it rotates {rotary.args[4]}, for which there is no fused kernel"
     if reason := reason or _why_no_norms(norms) or _why_not_at(store, rotary, norms):
         raise Miss(reason)
     rotated = list(rotary.users)
@@ -44,11 +43,10 @@ def _why_no_norms(norms: list[fx.Node]) -> str:
     for norm in norms:
         if len(norm.users) > 1:
             return f"{norm.name} has {len(norm.users)} users, not the rotary embedding alone"
-        if any(offset is not None for offset in norm.args[3:]):
-            return f"the weight of {norm.name} has an offset, for which there is no fused kernel"
-    epsilons = [norm.args[2] for norm in norms]
-    if len(set(epsilons)) > 1:
-        return f"q is normed with eps {epsilons[0]}, k with {epsilons[1]}"
+    for what, index in (("eps", 2), ("an offset of the weight of", 3)):
+        of_q, of_k = ([*norm.args, None][index] for norm in norms) if norms else (None, None)
+        if of_q != of_k:
+            return f"q is normed with {what} {of_q}, k with {of_k}"
     return ""
 
 
@@ -89,13 +87,14 @@ def _why_not_at(store: fx.Node, rotary: fx.Node, norms: list[fx.Node]) -> str:
 
 
 def _arguments(rotary: fx.Node, store: fx.Node, norms: list[fx.Node]) -> tuple[Any, ...]:
-    positions, q, k, table = rotary.args[:4]
-    _, v, kv_cache, slots, *kv_scale = store.args
+    positions, q, k, table, layout = (*rotary.args, "halves")[:5]
+    _, v, kv_cache, slots, kv_scale = (*store.args, None)[:5]
     weights: list[Any] = [None, None, 0.0]
+    offset: Any = None
     if norms:
-        (q, q_weight, eps), (k, k_weight, _) = norms[0].args[:3], norms[1].args[:3]
+        (q, q_weight, eps, offset), (k, k_weight, *_) = ((*norm.args, None)[:4] for norm in norms)
         weights = [q_weight, k_weight, eps]
-    return (positions, q, k, v, table, kv_cache, slots, *weights, *kv_scale)
+    return (positions, q, k, v, table, kv_cache, slots, *weights, kv_scale, layout, offset)
 
 
 FUSE_ROPE_STORE = SitePass("fuse_rope_store", EXACT, _read)

@@ -13,7 +13,8 @@ from itertools import product
 from typing import TypeAlias
 
 from ...ops.chain.chain import CUDA, OVER_RANKS
-from ...ops.chain.stages import Act, AddNorm, Experts, Linear, Stage, parse
+from ...ops.chain.row_stages import Add, Scale
+from ...ops.chain.stages import Act, AddNorm, Experts, Linear, Norm, Stage, parse
 from ...ops.norm.gated_act import ACTIVATIONS, GATED_ACTS
 from ...ops.norm.norm import NORMS
 
@@ -55,6 +56,9 @@ _PARTS: dict[type[Stage], tuple[str, ...]] = {
     Linear: ("linear",),
     AddNorm: ("add", "RMSNorm"),
     Act: ("SiLU-mul or GELU-mul",),
+    Norm: ("RMSNorm",),
+    Scale: ("product",),
+    Add: ("add",),
     Experts: ("router", "top-k", "experts", "sum"),
 }
 
@@ -66,6 +70,8 @@ def chain_fusions() -> tuple[tuple[tuple[str, ...], str, Pattern], ...]:
     for op, kernels in (("chain", CUDA.kernels), ("chain_over_ranks", OVER_RANKS)):
         for pattern in (p for kernel in kernels for p in kernel.patterns if len(p) > 1):
             parts = tuple(part for stage in pattern for part in _PARTS[stage])
+            if op == "chain_over_ranks" and Scale in pattern:
+                continue  # the sum would come behind the product
             if op == "chain_over_ranks":
                 at = parts.index("add")
                 parts = (*parts[:at], "all-reduce", *parts[at:])

@@ -201,14 +201,17 @@ collective::Peers peers_of(const char* op, const std::string& group_name,
   return peers;
 }
 
-// x * weight.T + bias, summed over a group's ranks if one is named, + residual; that times the
-// norm's weight, and its sums of squares.
+// x * weight.T + bias, summed over a group's ranks if one is named, times factor, + residual; that
+// times the norm's weight and its offset, and its sums of squares.
 Added add(const char* op, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
           const Tensor& residual, const Tensor& norm_weight,
           const std::optional<Tensor>& weight_scale,
-          const std::optional<std::string>& group_name = std::nullopt) {
+          const std::optional<std::string>& group_name = std::nullopt, double factor = 1.0,
+          double norm_offset = 0.0) {
   Layer layer = describe_bf16(op, x, weight, weight_scale, Epilogue::kAdd, kMaxNormedTokens);
   SkinnyLinearArgs& args = layer.args;
+  args.factor = static_cast<float>(factor);
+  args.norm_offset = static_cast<float>(norm_offset);
   add_bias(op, args, bias, ScalarType::BFloat16, x);
   args.residual = added(op, residual, "residual", args, x, true);
   args.norm_weight = added(op, norm_weight, "norm_weight", args, x, false);
@@ -256,9 +259,9 @@ std::tuple<Tensor, Tensor> skinny_linear_add_norm_linear(
     const Tensor& residual, const Tensor& norm_weight, double eps, const Tensor& next_weight,
     const std::optional<Tensor>& next_bias, const std::optional<std::string>& activation,
     const std::optional<Tensor>& weight_scale, const std::optional<Tensor>& next_weight_scale,
-    const std::optional<std::string>& group_name) {
-  const Added first =
-      add(kAddNorm, x, weight, bias, residual, norm_weight, weight_scale, group_name);
+    const std::optional<std::string>& group_name, double factor, double norm_offset) {
+  const Added first = add(kAddNorm, x, weight, bias, residual, norm_weight, weight_scale,
+                          group_name, factor, norm_offset);
   return {norm_linear(kAddNorm, first.weighted, first.squares, eps, next_weight, next_bias,
                       activation, next_weight_scale),
           first.total};
@@ -393,8 +396,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fw_cuda, m) {
   m.def(
       "skinny_linear_add_norm_linear(Tensor x, Tensor weight, Tensor? bias, Tensor residual, "
       "Tensor norm_weight, float eps, Tensor next_weight, Tensor? next_bias, str? activation, "
-      "Tensor? weight_scale=None, Tensor? next_weight_scale=None, str? group_name=None) "
-      "-> (Tensor, Tensor)");
+      "Tensor? weight_scale=None, Tensor? next_weight_scale=None, str? group_name=None, "
+      "float factor=1.0, float norm_offset=0.0) -> (Tensor, Tensor)");
   m.def(
       "skinny_linear_add(Tensor x, Tensor weight, Tensor? bias, Tensor residual, "
       "Tensor norm_weight, Tensor? weight_scale=None) -> (Tensor, Tensor, Tensor)");

@@ -40,11 +40,12 @@ enum class Element { kBFloat16, kHalf, kFloat, kE4M3 };
 // act(gate) * up, of gate and up rounded as element is; with an out_scale that product, rounded
 // again, becomes FP8.
 //
-// Add: y is the rounded sum plus the residual, rounded, and weighted is y times a norm's weight:
-// the norm of y but for a token's scale, which no block knows, as none has a whole row.  So groups
-// of kNormGroup outputs leave their sum of squares, and the next linear, of weighted, multiplies
-// its sums by the scale that it makes of these.  Nothing is read twice, and y * weight is rounded
-// once, where a norm that scales first rounds twice.
+// Add: y is the rounded sum, times a factor and rounded again, plus the residual, rounded; and
+// weighted is y times a norm's weight, to which an offset is added: the norm of y but for a
+// token's scale, which no block knows, as none has a whole row.  So groups of kNormGroup outputs
+// leave their sum of squares, and the next linear, of weighted, multiplies its sums by the scale
+// that it makes of these.  Nothing is read twice, and y * weight is rounded once, where a norm that
+// scales first rounds twice.
 enum class Epilogue { kLinear, kSiluMul, kGeluTanhMul, kAdd };
 
 struct SkinnyLinearArgs {
@@ -61,6 +62,7 @@ struct SkinnyLinearArgs {
   float eps;                  // then: added to the mean square
   const __nv_bfloat16* residual;     // add: [num_tokens, out_features], contiguous
   const __nv_bfloat16* norm_weight;  // add: [out_features]
+  float factor, norm_offset;         // add
   __nv_bfloat16* weighted;           // add: [num_tokens, out_features], contiguous
   float* squares_out;                // add: [num_tokens, out_features / kNormGroup]
   void* y;                           // [num_tokens, out_features], contiguous

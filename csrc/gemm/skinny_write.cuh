@@ -173,7 +173,7 @@ __device__ __forceinline__ Ahead read_ahead(const SkinnyLinearArgs& args, const 
   if (args.epilogue == Epilogue::kAdd) {
     const int64_t at = static_cast<int64_t>(token) * args.out_features + n;
     ahead.residual = __bfloat162float(args.residual[at]);
-    ahead.norm_weight = __bfloat162float(args.norm_weight[n]);
+    ahead.norm_weight = __bfloat162float(args.norm_weight[n]) + args.norm_offset;
   }
   return ahead;
 }
@@ -182,7 +182,8 @@ __device__ __forceinline__ Ahead read_ahead(const SkinnyLinearArgs& args, const 
 __device__ __forceinline__ void write_added(const SkinnyLinearArgs& args, int token, int n,
                                             float sum, const Ahead& ahead) {
   constexpr Element kElement = Element::kBFloat16;
-  const float total = rounded(rounded(sum, kElement) + ahead.residual, kElement);
+  const float scaled = rounded(rounded(sum, kElement) * args.factor, kElement);
+  const float total = rounded(scaled + ahead.residual, kElement);
   const int64_t at = static_cast<int64_t>(token) * args.out_features + n;
   store_element(args.y, at, kElement, total);
   args.weighted[at] = __float2bfloat16_rn(total * ahead.norm_weight);

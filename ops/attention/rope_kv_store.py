@@ -17,7 +17,7 @@ from ..launches import rope_kv_store as kernels
 from ..launches.rope_kv_store import RopeStoreArgs
 from ..norm.norm import rms_norm_native
 from .kv_store import OP as KV_STORE, check_kv_store, kv_store
-from .rotary_embedding import OP as ROTARY_EMBEDDING, check_rotary
+from .rotary_embedding import LAYOUTS, OP as ROTARY_EMBEDDING, check_rotary
 
 
 @dispatched
@@ -33,6 +33,8 @@ def rope_kv_store(
     k_weight: Tensor | None = None,
     eps: float = 0.0,
     kv_scale: Tensor | None = None,
+    layout: str = "halves",
+    weight_offset: float | None = None,
 ) -> Tensor:
     """Norm the heads of q and k if weights are given, rotate both, store k and v into the cache.
 
@@ -48,24 +50,29 @@ def rope_kv_store(
         kv_cache: [num_blocks, 2, block_size, num_kv_heads, head_dim], last dimension contiguous;
             q's dtype or float8_e4m3fn; mutated.
         slot_mapping: [num_tokens] int32; negative slots are skipped, others must be distinct.
-        q_weight, k_weight: [head_dim] in q's dtype, both or neither.
+        q_weight, k_weight: [head_dim] in q's dtype, both or neither; with a ``weight_offset`` also
+            float32.
         eps: added to the mean square of a head; without weights it has no meaning.
         kv_scale: [2, num_kv_heads] float32 or None, as for ``kv_store``.
+        layout: which columns rotate together, as for ``rotary_embedding``.
+        weight_offset: what is added to the weights, as for ``rms_norm``.
 
     Returns:
         q rotated, contiguous, in its dtype.
 
     Raises:
-        ValueError: shapes or dtypes disagree, or one weight is given without the other.
+        ValueError: shapes or dtypes disagree, one weight is given without the other, or the layout
+            is another.
     """
     needed = (positions, q, k, v, cos_sin_cache, kv_cache, slot_mapping)
-    return _compose(definition(kv_store), *needed, q_weight, k_weight, eps, kv_scale)
+    norms = (q_weight, k_weight, eps)
+    return _compose(definition(kv_store), *needed, *norms, kv_scale, layout, weight_offset)
 
 
 def _check(args: tuple[Any, ...]) -> None:
     call = RopeStoreArgs(*args)
     head_dim, weights = call.q.shape[-1], (call.q_weight, call.k_weight)
-    check_rotary(head_dim, call.cos_sin_cache.shape[1])
+    check_rotary(head_dim, call.cos_sin_cache.shape[1], call.layout)
     check_kv_store(call.k, call.v, call.kv_cache, call.slot_mapping, call.kv_scale)
     shapes = [None if weight is None else list(weight.shape) for weight in weights]
     if shapes not in ([None, None], [[head_dim]] * 2):
@@ -79,10 +86,10 @@ def _compose(store: Callable[..., None], *args: Any) -> Tensor:
     """The definition, of the definitions of its parts, but for ``store``."""
     _check(args)
     call = RopeStoreArgs(*args)
-    q, k, eps = call.q, call.k, call.eps
+    q, k, how = call.q, call.k, (call.eps, call.weight_offset)
     if call.q_weight is not None:
-        q, k = rms_norm_native(q, call.q_weight, eps), rms_norm_native(k, call.k_weight, eps)
-    q, k = ROTARY_EMBEDDING.reference(call.positions, q, k, call.cos_sin_cache)
+        q, k = rms_norm_native(q, call.q_weight, *how), rms_norm_native(k, call.k_weight, *how)
+    q, k = ROTARY_EMBEDDING.reference(call.positions, q, k, call.cos_sin_cache, call.layout)
     store(k, call.v, call.kv_cache, call.slot_mapping, call.kv_scale)
     return q  # type: ignore[no-any-return]
 
@@ -110,6 +117,8 @@ def _cases(draw: Draw) -> Iterator[Case]:
         block_size: int = 16,
         norm: bool = False,
         fp8: bool = False,
+        layout: str = "halves",
+        offset: float | None = None,
     ) -> Case:
         num_q, num_kv = heads
         packed = draw.randn(tokens, num_q + 2 * num_kv, dim)
@@ -123,13 +132,14 @@ def _cases(draw: Draw) -> Iterator[Case]:
         slots[draw.permutation(tokens)[:padding]] = -1
         weights: list[Any] = [None, None]
         if norm:
-            weights = [(draw.rand(dim) + 0.5).to(draw.dtype) for _ in range(2)]
+            weights = [(draw.rand(dim) + 0.5 - (offset or 0)).to(draw.dtype) for _ in range(2)]
         eps, kv_scale = 1e-6 if norm else 0.0, None
         if fp8:
             kv_scale = draw.rand(2, num_kv) + 0.5
             v.mul_(300)  # some of it saturates
         cache = cache.to(E4M3 if fp8 else draw.dtype)
-        return Case(label, (positions, q, k, v, table, cache, slots, *weights, eps, kv_scale))
+        how = (eps, kv_scale, layout, offset)
+        return Case(label, (positions, q, k, v, table, cache, slots, *weights, *how))
 
     yield call("one token, MHA", 1, (4, 4), 64, 64)
     yield call("one token, GQA, norm", 1, (8, 2), 128, 128, norm=True)
@@ -149,6 +159,12 @@ def _cases(draw: Draw) -> Iterator[Case]:
     yield call("no tokens", 0, (2, 2), 16, 16)
     yield call("fp8", 9, (8, 2), 128, 128, padding=1, fp8=True)
     yield call("fp8, norm, partial 20 of 72", 66, (5, 2), 72, 20, norm=True, fp8=True)
+    for layout in [*LAYOUTS][1:]:
+        many = call(f"{layout}, norm, many tokens", 66, (5, 2), 64, 64, layout=layout, norm=True)
+        yield from (many, call(f"{layout}, 20 of 72", 5, (3, 1), 72, 20, layout=layout, fp8=True))
+    yield call("norm with an offset", 5, (4, 1), 256, 256, norm=True, offset=1.0)
+    partial = {"layout": "pairs", "norm": True, "padding": 1}
+    yield call("pairs, offset, 64 of 128", 7, (4, 2), 128, 64, offset=1.0, **partial)
     positions, q, k, v, *rest = call("", 6, (4, 2), 24, 24, padding=2, norm=True).args
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     yield Case("contiguous", (positions, q.contiguous(), k.contiguous(), v.contiguous(), *rest))

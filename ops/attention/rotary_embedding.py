@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -11,15 +11,7 @@ from ..core.desc import Case, Cost, Draw, OpDesc, drawn
 from ..core.launch import Launches
 from ..core.op import Implementation, SemanticOp, dispatched, triton
 from ..launches import rotary
-
-LAYOUTS: Mapping[str, tuple[bool, bool]] = {
-    "halves": (False, False),
-    "pairs": (True, True),
-    "pairs_to_halves": (True, False),
-    "halves_to_pairs": (False, True),
-}
-"""Whether the two columns that rotate together are neighbours, in q and k and in the results; else
-they are rotary_dim / 2 apart."""
+from ..launches.rotary import LAYOUTS as LAYOUTS
 
 
 @dispatched
@@ -45,28 +37,24 @@ def rotary_embedding(
         ValueError: rotary_dim is odd or more than head_dim, or the layout is another.
     """
     max_position, rotary_dim = cos_sin_cache.shape
-    check_rotary(q.shape[-1], rotary_dim)
+    check_rotary(q.shape[-1], rotary_dim, layout)
     table = cos_sin_cache[positions.clamp(0, max_position - 1)]
     cos, sin = table[:, None, :].chunk(2, dim=-1)
     return _rotate(q, cos, sin, layout), _rotate(k, cos, sin, layout)
 
 
-def check_rotary(head_dim: int, rotary_dim: int) -> None:
+def check_rotary(head_dim: int, rotary_dim: int, layout: str) -> None:
     if rotary_dim % 2 or rotary_dim > head_dim:
         raise ValueError(
             f"cos_sin_cache has rotary_dim {rotary_dim}, expected an even one up to head_dim "
             f"{head_dim}: build it with build_cos_sin_cache"
         )
-
-
-def _layout(name: str) -> tuple[bool, bool]:
-    if name not in LAYOUTS:
-        raise ValueError(f"layout is {name!r}, expected one of: {', '.join(LAYOUTS)}")
-    return LAYOUTS[name]
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}, expected one of: {', '.join(LAYOUTS)}")
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
-    half, (pairs_in, pairs_out) = cos.shape[-1], _layout(layout)
+    half, (pairs_in, pairs_out) = cos.shape[-1], LAYOUTS[layout]
     turning = x[..., : 2 * half].float()
     if pairs_in:
         first, second = turning[..., ::2], turning[..., 1::2]
@@ -80,16 +68,15 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
 def _fake(
     positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, layout: str = "halves"
 ) -> tuple[Tensor, Tensor]:
-    check_rotary(q.shape[-1], cos_sin_cache.shape[1])
-    _layout(layout)
+    check_rotary(q.shape[-1], cos_sin_cache.shape[1], layout)
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
 def _launches(
     positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, layout: str = "halves"
 ) -> Launches[tuple[Tensor, Tensor]]:
-    check_rotary(q.shape[-1], cos_sin_cache.shape[1])
-    return rotary.rotary_embedding(positions, q, k, cos_sin_cache, *_layout(layout))
+    check_rotary(q.shape[-1], cos_sin_cache.shape[1], layout)
+    return rotary.rotary_embedding(positions, q, k, cos_sin_cache, layout)
 
 
 @drawn

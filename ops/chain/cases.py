@@ -17,6 +17,7 @@ from ..core.tiles import cdiv
 from ..experts.fused_moe import moe_args
 from ..experts.moe import Call as ExpertsCall
 from ..linear.desc import BLOCK
+from .row_stages import Add, Scale
 from .stages import Act, AddNorm, AllReduce, Chain, Experts, Linear, Norm, Stage
 
 _MOVED = Tolerance(0.25, 0.1)
@@ -104,6 +105,7 @@ def cases(
         yield _post_normed(draw, "post-norm over ranks", over_ranks)
         return
     yield _post_normed(draw, "post-norm", over_ranks)
+    yield from _of_rows(draw)
     yield from _experts(draw, on_gpu)
     if on_gpu:  # large enough for the streaming kernels, too large to interpret
         yield from _large(draw)
@@ -160,6 +162,27 @@ def _post_normed(draw: Draw, label: str, reduce: bool) -> Case:
     made.norm(offset=1.0).linear(2 * 32, 64, "gelu_tanh")
     made.reduce = reduce
     return made.case(label)
+
+
+def _of_rows(draw: Draw) -> Iterator[Case]:
+    """Chains without a layer."""
+
+    def begun(rows: tuple[int, ...], hidden: int) -> Drawn:
+        return _between(draw, rows, hidden, hidden, False)
+
+    weights = [(1 + draw.randn(96) / 4).to(draw.dtype) for _ in range(2)]
+    made = begun((1,), 96).add(Norm(eps=1e-6, offset=1.0), weights[0] - 1).norm(offset=1.0)
+    yield made.case("rows, sandwich")
+    wide = (1 + draw.randn(1001) / 4).to(draw.dtype)
+    yield begun((2, 3), 1001).add(Norm(eps=1e-5), wide).add(Add()).case("rows, post-norm and add")
+    yield begun((5,), 77).add(Scale(factor=0.22)).norm().case("rows, product")
+    made = begun((7,), 96).add(Norm(eps=1e-6), weights[0]).add(Add()).add(Scale(factor=0.7))
+    yield made.add(Norm(eps=1e-5, offset=0.0), weights[1].float()).case("rows, product of the sum")
+    made = begun((4,), 96).add(Norm(eps=1e-6), weights[0]).add(Add()).add(Scale(factor=0.7))
+    yield made.case("rows, ends in the product of the sum")
+    yield begun((0,), 96).add(Norm(eps=1e-6), weights[0]).norm().case("rows, none")
+    made = begun((3,), 96).linear(96, 96).add(Scale(factor=0.22)).norm(offset=1.0)
+    yield made.linear(64, 96, "silu").case("residual multiplier, offset norm")
 
 
 def _mlp(

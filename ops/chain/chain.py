@@ -29,8 +29,9 @@ from ..linear.kernels import LIBRARY as LIBRARY_LINEAR
 from ..linear.linear import OP as LINEAR, describe_op
 from .cases import cases
 from .experts import STREAM_EXPERTS, SUM_OF_CSRC, SUM_OF_TRITON
-from .kernels import LONE, OVERLAP, STREAM, ChainKernel, Step, cover, lay, part_at
-from .stages import Call, Experts, Visit, by_fake, by_reference
+from .kernels import LONE, OVERLAP, STREAM, ChainKernel, Step, cover, lay, no_launches, part_at
+from .rows import ROWS
+from .stages import Call, Experts, State, Visit, by_fake, by_reference
 
 Results = tuple[Tensor, Tensor]
 
@@ -44,8 +45,8 @@ class Way:
     parts: tuple[str, ...]
 
 
-CUDA = Way((STREAM_EXPERTS, STREAM, OVERLAP, SUM_OF_CSRC, LONE), ("cuda", "skinny", "triton"))
-LIBRARY = Way((SUM_OF_TRITON,), ("library", "triton"))
+CUDA = Way((STREAM_EXPERTS, STREAM, OVERLAP, SUM_OF_CSRC, ROWS, LONE), ("cuda", "skinny", "triton"))
+LIBRARY = Way((SUM_OF_TRITON, ROWS), ("library", "triton"))
 KERNELS, OVER_RANKS = CUDA.kernels, (STREAM, OVERLAP)
 """The table of chain kernels, and those that sum over ranks.  What none of them takes runs by the
 ops of its stages."""
@@ -62,13 +63,14 @@ def chain(x: Tensor, residual: Tensor, operands: list[Tensor], stages: str) -> R
 
     Returns:
         (y, residual_out), contiguous.  ``residual_out`` is the sum that the last norm of the chain
-        reads, and y the result of the last stage.  Each stage rounds as its op; kernels that
+        reads, and y the result of the last stage; if that is the sum itself, ``residual_out`` is
+        empty, [0].  Each stage rounds as its op; kernels that
         compute several round less often, and those for few rows do not quantize activations.
 
     Raises:
         ValueError: the text is no chain, or shapes and dtypes do not fit its stages.
     """
-    return _contiguous(checked((x, residual, operands, stages)).fold(by_reference))
+    return _results(checked((x, residual, operands, stages)).fold(by_reference))
 
 
 def chain_over_ranks(
@@ -82,12 +84,13 @@ def chain_over_ranks(
     Raises:
         ValueError: as of ``chain``; no such group, or a group of one rank.
     """
-    return _contiguous(checked((x, residual, operands, stages, group_name)).fold(by_reference))
+    return _results(checked((x, residual, operands, stages, group_name)).fold(by_reference))
 
 
-def _contiguous(results: Any) -> Results:
-    y, total = results
-    return y.contiguous(), total
+def _results(state: State) -> Results:
+    """The results of the op, which are no views of each other."""
+    y, total = state.x, state.total
+    return y.contiguous(), y.new_empty(0) if y is total else total
 
 
 def checked(args: tuple[Any, ...]) -> Call:
@@ -110,8 +113,7 @@ def checked(args: tuple[Any, ...]) -> Call:
 
 
 def _fake(*args: Any) -> Results:
-    y, total = checked(args).fold(by_fake)
-    return y, total
+    return _results(checked(args).fold(by_fake))
 
 
 def _names_of(op: SemanticOp, way: Way) -> list[str]:
@@ -186,7 +188,7 @@ def _run(*args: Any, way: Way) -> Results:
         for at in range(start, stop):
             stage = stages[at].plain if plain else stages[at]
             state = stage.run(state, call.operands[at], visit)
-    return state.x, state.total
+    return _results(state)
 
 
 def _in_turn(call: Call, step: Step, state: Any, visit: Visit) -> Any:
@@ -202,7 +204,7 @@ def _launches(*args: Any, way: Way) -> Launches[Results]:
     """The Triton launches that any number of rows like this one may need: those of the stages in
     turn, and those beside chain kernels."""
     call = checked(args)
-    in_turn = tuple(k for k in way.kernels if k is SUM_OF_CSRC or k is SUM_OF_TRITON)
+    in_turn = tuple(k for k in way.kernels if k.launches is not no_launches)
     planned: list[Launch] = []
     for kernels in dict.fromkeys((in_turn, way.kernels)):
         results = _plan(call, cover(args, kernels).steps, way, planned)
@@ -225,7 +227,7 @@ def _plan(call: Call, steps: tuple[Step, ...], way: Way, planned: list[Launch]) 
         if made is not None:
             planned.extend(made[0])
         state = _in_turn(call, step, state, visit) if made is None else made[1]
-    return state.x, state.total
+    return _results(state)
 
 
 def _names(*args: Any, way: Way) -> tuple[str, ...]:
@@ -308,7 +310,7 @@ def _cuda_supports(desc: OpDesc) -> str:
     one_row = _call_of(desc, 1, lambda fact: fact)
     one_row = one_row._replace(x=_one_row(one_row.x), residual=_one_row(one_row.residual))
     steps = lay(one_row, Target.of(desc), CUDA.kernels)
-    joined = any(step.kernel not in (None, SUM_OF_CSRC, LONE) for step in steps)
+    joined = any(step.kernel not in (None, SUM_OF_CSRC, ROWS, LONE) for step in steps)
     if joined or "cuda" in chosen:
         return ""
     reasons = [f"{name}: {reason}" for step in steps for name, reason in step.refused]
@@ -330,7 +332,7 @@ def _cost(desc: OpDesc) -> Cost:
     for stage, operands in zip(call.chain.stages, call.operands, strict=True):
         x, cost = stage.measure(TensorDesc(call.residual.dtype, x.shape), operands)
         moved, flops = moved + cost.bytes, flops + cost.flops
-    return Cost(moved + x.nbytes, flops)
+    return Cost(moved if call.chain.ends_in_sum else moved + x.nbytes, flops)
 
 
 def _op(reference: Callable[..., Results], over_ranks: bool) -> SemanticOp:

@@ -25,6 +25,7 @@ from ..linear.csrc import streamable
 from ..linear.desc import LinearDesc
 from ..linear.kernels import STREAM as STREAMED_LINEAR, why_not_streamed
 from . import overlap
+from .row_stages import Scale
 from .stages import Act, AddNorm, Call, Linear, Operands, Stage, State
 
 
@@ -58,6 +59,7 @@ class ChainKernel:
         run: computes a part; None if it cannot read the tensors.
         names: the kernels that it launches.
         launches: of Triton, with the state that they lead to.
+        span: how many of a chain's first stages it computes, where ``patterns`` are examples.
     """
 
     name: str
@@ -67,6 +69,7 @@ class ChainKernel:
     run: Callable[[Part], State | None]
     names: Callable[[Part], tuple[str, ...]]
     launches: Callable[[Part], Launches[State] | None] = no_launches
+    span: Callable[[tuple[Stage, ...]], int] = lambda stages: 0
 
 
 class Step(NamedTuple):
@@ -101,29 +104,47 @@ def why_no_plain_norm(norm: AddNorm) -> str:
     return "" if norm.offset is None else "the norm's weight has an offset"
 
 
+def _factor(stages: tuple[Any, ...]) -> float:
+    """What the first layer's result is multiplied with before the add."""
+    return float(next((stage.factor for stage in stages if isinstance(stage, Scale)), 1.0))
+
+
+def _without_scale(values: tuple[Any, ...], stages: tuple[Any, ...]) -> list[Any]:
+    """The values, one a stage, of all stages but a product."""
+    pairs = zip(values, stages, strict=True)
+    return [value for value, stage in pairs if not isinstance(stage, Scale)]
+
+
 def _never_streams(stages: tuple[Any, ...]) -> str:
-    first, norm, second, *act = stages
+    first, norm, second, *act = _without_scale(stages, stages)
     if first.activation is not None:
         return "the layer before the norm has an activation"
     if act and (second.activation is not None or second.group_size):
         return "activates no layer with scales of blocks"
-    return why_no_plain_norm(norm)
+    if norm.reduce and len(stages) > 3 + len(act):
+        return "a sum over ranks comes behind a product"
+    return ""
 
 
 def _stream_layers(part: Part) -> list[LinearDesc]:
     """Both layers of a part, the first with a residual, the second with a norm before it."""
-    (first, _, second, *act), dtype = part.stages, part.state.total.dtype
-    activation = act[0].activation if act else second.activation or ""
+    first, _, second, *act = _without_scale(part.stages, part.stages)
+    first_of, _, second_of, *_ = _without_scale(part.operands, part.stages)
+    dtype, activation = part.state.total.dtype, act[0].activation if act else second.activation
     return [
-        streamed_layer(first, part.operands[0], dtype, add=True),
-        streamed_layer(second, part.operands[2], dtype, prologue="norm", activation=activation),
+        streamed_layer(first, first_of, dtype, add=True),
+        streamed_layer(second, second_of, dtype, prologue="norm", activation=activation or ""),
     ]
 
 
 def _stream_refuses(part: Part, target: Target) -> str:
     if reason := why_not_streamed(_stream_layers(part), part.rows, target):
         return reason
-    if not part.stages[1].reduce:
+    at, norm = next((i, s) for i, s in enumerate(part.stages) if isinstance(s, AddNorm))
+    dtype = part.operands[at]["weight"].dtype
+    if dtype != part.state.total.dtype:
+        return f"the norm's weight is {dtype}"
+    if not norm.reduce:
         return ""
     world = peer_memory.world_of(part.state.group or "", target.device)
     hidden = part.state.total.shape[-1]
@@ -132,7 +153,8 @@ def _stream_refuses(part: Part, target: Target) -> str:
 
 
 def _stream(part: Part) -> State | None:
-    (_, norm, second, *act), (first_of, norm_of, second_of, *_) = part.stages, part.operands
+    _, norm, second, *act = _without_scale(part.stages, part.stages)
+    first_of, norm_of, second_of, *_ = _without_scale(part.operands, part.stages)
     state = part.state
     rows = streamable(state.x, first_of["weight"], second_of["weight"])
     if rows is None or state.scale is not None:
@@ -145,20 +167,23 @@ def _stream(part: Part) -> State | None:
         *(norm_of["weight"].contiguous(), norm.eps, second_of["weight"], second_of.get("bias")),
         act[0].activation if act else second.activation,
         *(first_of.get("weight_scale"), second_of.get("weight_scale")),
-        state.group if norm.reduce else None,
+        *(state.group if norm.reduce else None, _factor(part.stages), norm.offset or 0.0),
     )
     y = y.view(*shape[:-1], y.shape[1])
     return state._replace(x=y, total=total.view(shape))
 
 
 def _stream_names(part: Part) -> tuple[str, ...]:
-    pushed = ", push" if part.stages[1].reduce else ""
+    pushed = ", push" if any(getattr(s, "reduce", False) for s in part.stages) else ""
     return f"{STREAMED_LINEAR.name}{pushed}, add", f"norm, {STREAMED_LINEAR.name}"
 
 
 STREAM = ChainKernel(
     "two streaming kernels",
-    ((Linear, AddNorm, Linear, Act), (Linear, AddNorm, Linear)),
+    (
+        *((Linear, AddNorm, Linear, Act), (Linear, AddNorm, Linear)),
+        *((Linear, Scale, AddNorm, Linear, Act), (Linear, Scale, AddNorm, Linear)),
+    ),
     _never_streams,
     _stream_refuses,
     _stream,
@@ -325,6 +350,9 @@ def candidates(
 ) -> Iterator[tuple[ChainKernel, int]]:
     """The kernels with a pattern that the first of these stages have, and the pattern's length."""
     for kernel in kernels:
+        if (length := kernel.span(stages)) > 1:
+            yield kernel, length
+            continue
         for pattern in kernel.patterns:
             head = stages[: len(pattern)]
             if len(head) == len(pattern) and all(map(isinstance, head, pattern)):

@@ -292,6 +292,11 @@ class Chain:
     def sums_over_ranks(self) -> bool:
         return any(isinstance(s, AllReduce) or getattr(s, "reduce", False) for s in self.stages)
 
+    @cached_property
+    def ends_in_sum(self) -> bool:
+        """Whether the result is the sum of the residual stream."""
+        return next(s for s in reversed(self.stages) if s.kind != "scale").kind == "add"
+
     def deal(self, tensors: Sequence[Any]) -> list[dict[str, Any]]:
         """Each stage's operands by name, of those of the whole chain in order.
 
@@ -321,7 +326,7 @@ def parse(text: str) -> Chain:
     if isinstance(tree, ast.Compare) and all(isinstance(sign, ast.Gt) for sign in tree.ops):
         calls = [tree.left, *tree.comparators]
     chain = Chain(tuple(_stage(call, text) for call in calls))
-    if not any(isinstance(stage, AddNorm) for stage in chain.stages):
+    if not any(stage.kind in ("add", "add_norm") for stage in chain.stages):
         raise ValueError(f"chain {text!r} adds nothing to the residual, expected an add_norm")
     return chain
 
@@ -369,12 +374,12 @@ class Call(NamedTuple):
         """The state that the first stage is given."""
         return State(self.x, self.residual, group=self.group_name)
 
-    def fold(self, visit: Visit) -> tuple[Any, Any]:
-        """Compute the stages in turn: (the result of the last, the sum of the residual stream)."""
+    def fold(self, visit: Visit) -> State:
+        """Compute the stages in turn."""
         state = self.state
         for stage, operands in zip(self.chain.stages, self.operands, strict=True):
             state = stage.run(state, operands, visit)
-        return state.x, state.total
+        return state
 
 
 def by_reference(op: SemanticOp, *args: Any) -> Any:

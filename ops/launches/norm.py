@@ -1,12 +1,13 @@
-"""Describes the launches of RMSNorm and add + RMSNorm.
+"""Describes the launches of stages over rows, such as RMSNorm and add + RMSNorm.
 
-``norm`` checks its arguments, views them as rows, chooses a tile by their width, and returns the
-launch with the tensors that it will write.  Ops that quantize a norm share the tile.
+``row_stages`` checks its arguments, views them as rows, chooses a tile by their width, and returns
+the launch with the tensors that it will write.  Ops that quantize a norm share the tile.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -77,13 +78,52 @@ def row_tile(x: Tensor, num_rows: int, adds: bool) -> tuple[dict[str, int], int]
     return tile, warps
 
 
-def _plan(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, weight_offset: float | None
-) -> tuple[Launch, Tensor, Tensor | None]:
-    check(x, residual, weight)
-    hidden = x.shape[-1]
+class NormOf(NamedTuple):
+    """A norm of rows by a weight, and what is added to that."""
+
+    weight: Tensor
+    eps: float
+    offset: float | None = None
+
+
+ADD = "add"
+RowStage: TypeAlias = NormOf | float | str
+"""What is done to rows: a norm, the product with a number, or ``ADD``: the residual is added."""
+MOST_NORMS = 2
+"""The most norms of one launch; it has one add and one product."""
+
+
+def _letters(stages: Sequence[RowStage]) -> tuple[str, bool]:
+    """The stages as the kernel reads them, each result rounded but the last; and whether the sum
+    with the residual is stored apart from the result, which is made of it."""
+    norms = [at for at, stage in enumerate(stages) if isinstance(stage, NormOf)]
+    stored = min((at for at in norms if ADD in stages[:at]), default=0)
+    letters = ""
+    for at, stage in enumerate(stages):
+        if at:
+            letters += "=" if at == stored else "r"
+        number = str(1 + norms.index(at)) if at in norms else "*"
+        letters += "+" if stage == ADD else number
+    return letters, stored > 0
+
+
+def _norm_args(name: str, norm: NormOf | None) -> dict[str, Any]:
+    """The kernel argument ``name: NormOf``."""
+    weight, eps, offset = norm or (None, None, None)
+    return {f"{name}_ptr": weight, f"{name}_eps": eps, f"{name}_offset": offset}
+
+
+def row_stages(
+    x: Tensor, residual: Tensor | None, stages: Sequence[RowStage]
+) -> Launches[tuple[Tensor, Tensor | None]]:
+    """The launch of stages over the rows of x: (what the last makes, the sum with the residual if a
+    norm follows it)."""
+    norms = [stage for stage in stages if isinstance(stage, NormOf)]
+    for norm in norms:
+        check(x, residual, norm.weight)
+    letters, has_total = _letters(stages)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    residual_out = None if residual is None else torch.empty_like(out)
+    total = torch.empty_like(out) if has_total else None
     x_rows, num_rows, inner, x_outer, x_inner = _rows(x)
     r_rows, _, _, r_outer, r_inner = _rows(x if residual is None else residual)
     tile, num_warps = row_tile(x, num_rows, residual is not None)
@@ -94,24 +134,24 @@ def _plan(
         "residual_ptr": None if residual is None else r_rows,
         "residual_outer_stride": r_outer,
         "residual_inner_stride": r_inner,
-        "weight_ptr": weight,
+        **_norm_args("first", norms[0] if norms else None),
+        **_norm_args("second", norms[1] if norms[1:] else None),
+        "factor": next((s for s in stages if isinstance(s, float)), None),
         "out_ptr": out,
-        "residual_out_ptr": residual_out,
+        "total_ptr": total,
         "num_rows": num_rows,
         "inner": inner,
-        "hidden": hidden,
-        "eps": eps,
-        "weight_offset": weight_offset,
+        "hidden": x.shape[-1],
     }
     launch = Launch(
         kernel="norm:_rms_norm_kernel",
         grid=(cdiv(num_rows, tile["ROWS"]),),
         args=args,
-        constexprs={"ADD": residual is not None, **tile},
+        constexprs={"STAGES": letters, "COUNT": len(letters), **tile},
         num_warps=num_warps,
         dynamic=("num_rows",),
     )
-    return launch, out, residual_out
+    return [launch], (out, total)
 
 
 def norm(
@@ -122,5 +162,6 @@ def norm(
     weight_offset: float | None = None,
 ) -> Launches[tuple[Tensor, ...]]:
     """The norm of ``x [+ residual]``; with a residual, the sum comes last."""
-    launch, out, residual_out = _plan(x, residual, weight, eps, weight_offset)
-    return [launch], (out,) if residual_out is None else (out, residual_out)
+    of = NormOf(weight, eps, weight_offset)
+    launches, (out, total) = row_stages(x, residual, [of] if residual is None else [ADD, of])
+    return launches, (out,) if total is None else (out, total)

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..core.launch import Launch, Launches
 from ..core.tiles import cdiv, dense_rows, next_power_of_2
 from .heads import cache_args, heads_args, heads_per_program
+from .rotary import LAYOUTS
 
 
 class RopeStoreArgs(NamedTuple):
@@ -29,6 +30,8 @@ class RopeStoreArgs(NamedTuple):
     k_weight: Any = None
     eps: float = 0.0
     kv_scale: Any = None
+    layout: str = "halves"
+    weight_offset: float | None = None
 
 
 def rope_kv_store(*args: Any) -> Launches[Tensor]:
@@ -40,6 +43,7 @@ def rope_kv_store(*args: Any) -> Launches[Tensor]:
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     q, k, v = map(dense_rows, (q, k, v))
     half = cos_sin_cache.shape[1] // 2
+    pairs_in, pairs_out = LAYOUTS[call.layout]
     half_block = next_power_of_2(half)
     heads = heads_per_program(num_tokens, max(num_q_heads, num_kv_heads), few=4)
     launch = Launch(
@@ -60,6 +64,7 @@ def rope_kv_store(*args: Any) -> Launches[Tensor]:
             "num_q_heads": num_q_heads,
             "max_position": cos_sin_cache.shape[0],
             "eps": call.eps,
+            "weight_offset": call.weight_offset,
         },
         constexprs={
             "KV_HEADS": num_kv_heads,
@@ -70,6 +75,8 @@ def rope_kv_store(*args: Any) -> Launches[Tensor]:
             "REST_BLOCK": next_power_of_2(max(head_dim - 2 * half, 1)),
             "DIM_BLOCK": next_power_of_2(head_dim),
             "HEADS": heads,
+            "PAIRS_IN": pairs_in,
+            "PAIRS_OUT": pairs_out,
         },
         num_warps=min(max(heads * half_block // 256, 1), 4),
         dynamic=("max_position",),

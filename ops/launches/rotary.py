@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,20 +12,25 @@ from ..core.launch import Launch, Launches
 from ..core.tiles import cdiv, dense_rows, next_power_of_2
 from .heads import heads_args, heads_per_program
 
+LAYOUTS: Mapping[str, tuple[bool, bool]] = {
+    "halves": (False, False),
+    "pairs": (True, True),
+    "pairs_to_halves": (True, False),
+    "halves_to_pairs": (False, True),
+}
+"""Whether the two columns that rotate together are neighbours, in q and k and in the results; else
+they are rotary_dim / 2 apart."""
+
 
 def rotary_embedding(
-    positions: Tensor,
-    q: Tensor,
-    k: Tensor,
-    cos_sin_cache: Tensor,
-    pairs_in: bool,
-    pairs_out: bool,
+    positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, layout: str
 ) -> Launches[tuple[Tensor, Tensor]]:
     num_tokens, num_q_heads, head_dim = q.shape
     num_k_heads = k.shape[1]
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device)
     q, k = dense_rows(q), dense_rows(k)
+    pairs_in, pairs_out = LAYOUTS[layout]
     half = cos_sin_cache.shape[1] // 2
     half_block = next_power_of_2(half)
     rest_block = next_power_of_2(max(head_dim - 2 * half, 1))

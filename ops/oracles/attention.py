@@ -58,8 +58,9 @@ def rope_kv_store(call: Call) -> Expected:
     for name in ("q", "k"):
         x, weight = call[name], call[f"{name}_weight"]
         if weight is not None:
-            x = rounded(normed(x, weight, call["eps"], None, dtype), dtype)
-        heads[name] = rounded(rotate(x, call["positions"], call["cos_sin_cache"]), dtype)
+            x = rounded(normed(x, weight, call["eps"], call["weight_offset"], dtype), dtype)
+        how = (call["positions"], call["cos_sin_cache"], call["layout"])
+        heads[name] = rounded(rotate(x, *how), dtype)
     return {0: heads["q"], "kv_cache": _stored(call, heads["k"], call["v"])}
 
 

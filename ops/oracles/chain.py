@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..chain.row_stages import Add, Scale
 from ..chain.stages import Act, AddNorm, Experts, Linear, Norm, Stage, parse
 from ._call import Call, Expected, Floats, rounded
 from .experts import fused_moe
@@ -19,16 +20,22 @@ def chain(call: Call) -> Expected:
     x, total = call["x"], call["residual"]
     stages = parse(call["stages"])
     for stage, operands in zip(stages.stages, stages.deal(call["operands"]), strict=True):
-        if isinstance(stage, AddNorm):
+        is_sum = x is total
+        if isinstance(stage, (Add, AddNorm)):
             total = x = rounded(x + total, dtype)
-        x = rounded(_made(stage, operands, x, call), dtype)
-    return {0: x, 1: total}
+        if not isinstance(stage, Add):
+            x = rounded(_made(stage, operands, x, call), dtype)
+        if isinstance(stage, Scale) and is_sum:
+            total = x
+    return {0: x, 1: x[:0].reshape(0) if x is total else total}
 
 
 def _made(stage: Stage, operands: Any, x: Floats, call: Call) -> Floats:
     dtype: Any = call.dtypes["residual"]
     if isinstance(stage, (AddNorm, Norm)):
         return normed(x, operands["weight"], stage.eps, stage.offset, dtype)
+    if isinstance(stage, Scale):
+        return x * stage.factor
     if isinstance(stage, Act):
         return gated(x, None, stage.activation)
     if isinstance(stage, Experts):

@@ -26,6 +26,14 @@ class InnerRows(NamedTuple):
     inner_stride: Any
 
 
+class NormOf(NamedTuple):
+    """What a norm of rows is given; ``offset`` is added to the weight, unless it is None."""
+
+    ptr: Any
+    eps: Any
+    offset: Any
+
+
 class Heads(NamedTuple):
     """[tokens, heads, head_dim], the last dimension contiguous."""
 

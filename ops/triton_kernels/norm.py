@@ -1,4 +1,5 @@
-"""RMSNorm and add + RMSNorm.  A program holds a tile of whole rows in registers.
+"""Stages over rows, such as RMSNorm and add + RMSNorm.  A program holds a tile of whole rows in
+registers.
 
 The kernel is bandwidth-bound: each row is read once and written once.  Between 2^20 and 2^22
 elements, rows that are added to others have half the warps, so that more bytes are in flight.  The
@@ -12,7 +13,7 @@ import triton.language as tl
 
 from .dependent import start_next_and_wait
 from .float8 import to_float32
-from .groups import InnerRows
+from .groups import InnerRows, NormOf
 
 
 @triton.jit
@@ -37,12 +38,31 @@ def sum_of_squares(x, AS_WARPS: tl.constexpr):
 
 
 @triton.jit
+def _load_weight(norm: NormOf, cols, width):
+    return tl.load(norm.ptr + cols, mask=cols < width, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _normed(x, weight, norm: NormOf, width, AS_WARPS: tl.constexpr, dtype: tl.constexpr):
+    scale = tl.rsqrt(sum_of_squares(x, AS_WARPS) / width + norm.eps)
+    normed = x * scale[:, None]
+    if norm.offset is None:
+        # Rounded before the weight, as the reference; the product in float32 then rounds only once.
+        normed = normed.to(dtype).to(tl.float32)
+    else:
+        weight += norm.offset
+    return normed * weight[None, :]
+
+
+@triton.jit
 def _rms_norm_kernel(
-    x: InnerRows, residual: InnerRows, weight_ptr, out_ptr, residual_out_ptr, num_rows, inner,
-    hidden, eps, weight_offset, ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr, AS_WARPS: tl.constexpr, PROGRAMMATIC: tl.constexpr
+    x: InnerRows, residual: InnerRows, first: NormOf, second: NormOf, factor, out_ptr, total_ptr,
+    num_rows, inner, hidden, STAGES: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr, AS_WARPS: tl.constexpr, PROGRAMMATIC: tl.constexpr
 ):  # fmt: skip
-    """Normalize ROWS rows, with ADD the sums with ``residual``.  WHOLE: rows are BLOCK wide."""
+    """Compute COUNT stages over ROWS rows, of which STAGES has a letter each: "1", the first norm;
+    "2", the second; "+", the add of the residual; "*", the product with the factor; "r", rounding;
+    "=", rounding and a store to ``total_ptr``.  WHOLE: rows are BLOCK wide."""
     start_next_and_wait(PROGRAMMATIC)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK)
@@ -54,21 +74,28 @@ def _rms_norm_kernel(
     within = row % inner
     x_row = outer * x.outer_stride + within * x.inner_stride
     dense = row[:, None] * width + cols[None, :]
-    # The weight is loaded before the reduction so that its latency hides behind the row's.
-    weight = tl.load(weight_ptr + cols, mask=cols < width, other=0.0).to(tl.float32)
-    total = to_float32(tl.load(x.ptr + x_row[:, None] + cols[None, :], mask=mask, other=0.0))
-    if ADD:
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    # All is loaded before the first reduction so that latencies overlap.
+    if first.ptr is not None:
+        first_weight = _load_weight(first, cols, width)
+    if second.ptr is not None:
+        second_weight = _load_weight(second, cols, width)
+    value = to_float32(tl.load(x.ptr + x_row[:, None] + cols[None, :], mask=mask, other=0.0))
+    if residual.ptr is not None:
         r_row = outer * residual.outer_stride + within * residual.inner_stride
         added = tl.load(residual.ptr + r_row[:, None] + cols[None, :], mask=mask, other=0.0)
-        rounded = (total + to_float32(added)).to(out_ptr.dtype.element_ty)
-        tl.store(residual_out_ptr + dense, rounded, mask=mask)
-        total = to_float32(rounded)
-    scale = tl.rsqrt(sum_of_squares(total, AS_WARPS) / width + eps)
-    normed = total * scale[:, None]
-    if weight_offset is None:
-        # Rounded before the weight, as the reference; the product in float32 then rounds only once.
-        normed = normed.to(out_ptr.dtype.element_ty).to(tl.float32)
-    else:
-        weight += weight_offset
-    out = normed * weight[None, :]
-    tl.store(out_ptr + dense, out.to(out_ptr.dtype.element_ty), mask=mask)
+    for stage in tl.static_range(COUNT):
+        if STAGES[stage] == "1":
+            value = _normed(value, first_weight, first, width, AS_WARPS, dtype)
+        elif STAGES[stage] == "2":
+            value = _normed(value, second_weight, second, width, AS_WARPS, dtype)
+        elif STAGES[stage] == "+":
+            value += to_float32(added)
+        elif STAGES[stage] == "*":
+            value *= factor
+        else:
+            rounded = value.to(dtype)
+            if STAGES[stage] == "=":
+                tl.store(total_ptr + dense, rounded, mask=mask)
+            value = to_float32(rounded)
+    tl.store(out_ptr + dense, value.to(dtype), mask=mask)

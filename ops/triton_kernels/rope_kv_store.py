@@ -14,13 +14,19 @@ import triton.language as tl
 from .dependent import start_next_and_wait
 from .float8 import scaled_as, to_float32
 from .groups import Heads, PagedCache
+from .rotary import load_parts, store_parts
 
 
 @triton.jit
-def _scale_columns(x, scale, weight_ptr, mask, dtype: tl.constexpr):
-    """Rounded before the weight and after it, as by ``rms_norm``."""
-    weight = tl.load(weight_ptr, mask=mask, other=0.0).to(tl.float32)
-    return to_float32(((x * scale).to(dtype).to(tl.float32) * weight).to(dtype))
+def _scale_columns(x, scale, weight, offset, dtype: tl.constexpr):
+    """Without an offset rounded before the weight and after it, with one rounded once, as by
+    ``rms_norm``."""
+    normed = x * scale
+    if offset is None:
+        normed = normed.to(dtype).to(tl.float32)
+    else:
+        weight += offset
+    return to_float32((normed * weight).to(dtype))
 
 
 @triton.jit
@@ -30,6 +36,7 @@ def _rotate_heads(
     stored,
     weight_ptr,
     eps,
+    offset,
     cos_ptr,
     scale_ptr,
     head,
@@ -37,6 +44,8 @@ def _rotate_heads(
     HALF: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
+    PAIRS_IN: tl.constexpr,
+    PAIRS_OUT: tl.constexpr,
 ):
     """From rows to rows: pointers, ``stored`` and ``head`` are [heads, 1]; FP8 rows get the values
     divided by ``scale_ptr[head]``, unless that is None."""
@@ -45,8 +54,7 @@ def _rotate_heads(
     col = tl.arange(0, HALF_BLOCK)[None, :]
     rest = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
     mask, rest_mask = col < HALF, rest < HEAD_DIM
-    first = to_float32(tl.load(in_rows + col, mask=mask, other=0.0))
-    second = to_float32(tl.load(in_rows + HALF + col, mask=mask, other=0.0))
+    first, second = load_parts(in_rows, True, HALF, HALF_BLOCK, PAIRS_IN)
     if 2 * HALF < HEAD_DIM:
         tail = tl.load(in_rows + rest, mask=rest_mask, other=0.0).to(tl.float32)
     # Tables and weights are loaded as whole tiles, all rows alike and out of L1: a single row would
@@ -59,18 +67,18 @@ def _rotate_heads(
         if 2 * HALF < HEAD_DIM:
             squares += tl.sum(tail * tail, axis=1)
         rms = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-        first_weight = tl.broadcast_to(weight_ptr + col, first.shape)
-        first = _scale_columns(first, rms, first_weight, mask, dtype)
-        second = _scale_columns(second, rms, first_weight + HALF, mask, dtype)
+        weight_rows = weight_ptr + tl.zeros_like(head)
+        first_weight, second_weight = load_parts(weight_rows, True, HALF, HALF_BLOCK, PAIRS_IN)
+        first = _scale_columns(first, rms, first_weight, offset, dtype)
+        second = _scale_columns(second, rms, second_weight, offset, dtype)
         if 2 * HALF < HEAD_DIM:
-            rest_weight = tl.broadcast_to(weight_ptr + rest, tail.shape)
-            tail = _scale_columns(tail, rms, rest_weight, rest_mask, dtype)
+            rest_weight = tl.load(weight_rows + rest, mask=rest_mask, other=0.0).to(tl.float32)
+            tail = _scale_columns(tail, rms, rest_weight, offset, dtype)
     rotated_first = (first * cos - second * sin).to(dtype)
     rotated_second = (second * cos + first * sin).to(dtype)
     rotated_first = scaled_as(rotated_first, scale_ptr, head, head >= 0, out_dtype)
     rotated_second = scaled_as(rotated_second, scale_ptr, head, head >= 0, out_dtype)
-    tl.store(out_rows + col, rotated_first, mask=stored & mask)
-    tl.store(out_rows + HALF + col, rotated_second, mask=stored & mask)
+    store_parts(out_rows, rotated_first, rotated_second, stored, HALF, HALF_BLOCK, PAIRS_OUT)
     if 2 * HALF < HEAD_DIM:
         tail = scaled_as(tail.to(dtype), scale_ptr, head, head >= 0, out_dtype)
         tl.store(out_rows + rest, tail, mask=stored & rest_mask)
@@ -86,9 +94,10 @@ def _cos_row(positions_ptr, token, table_ptr, max_position, HALF: tl.constexpr):
 def _rope_kv_store_kernel(
     positions_ptr, q: Heads, k: Heads, v: Heads, cache: PagedCache, table_ptr, slots_ptr,
     q_weight_ptr, k_weight_ptr, kv_scale_ptr, q_out_ptr, num_q_heads, max_position, eps,
+    weight_offset,
     KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr,
     HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
-    HEADS: tl.constexpr, PROGRAMMATIC: tl.constexpr
+    HEADS: tl.constexpr, PAIRS_IN: tl.constexpr, PAIRS_OUT: tl.constexpr, PROGRAMMATIC: tl.constexpr
 ):  # fmt: skip
     start_next_and_wait(PROGRAMMATIC)
     num_tokens, group = tl.num_programs(0), tl.program_id(1)
@@ -103,6 +112,7 @@ def _rope_kv_store_kernel(
             lane >= 0,
             q_weight_ptr,
             eps,
+            weight_offset,
             _cos_row(positions_ptr, token, table_ptr, max_position, HALF),
             None,
             head,
@@ -110,6 +120,8 @@ def _rope_kv_store_kernel(
             HALF,
             HALF_BLOCK,
             REST_BLOCK,
+            PAIRS_IN,
+            PAIRS_OUT,
         )
     else:
         # Rows are heads of all tokens: few heads a token still fill a program.
@@ -129,6 +141,7 @@ def _rope_kv_store_kernel(
                 slot >= 0,
                 k_weight_ptr,
                 eps,
+                weight_offset,
                 _cos_row(positions_ptr, token, table_ptr, max_position, HALF),
                 kv_scale_ptr,
                 head,
@@ -136,6 +149,8 @@ def _rope_kv_store_kernel(
                 HALF,
                 HALF_BLOCK,
                 REST_BLOCK,
+                PAIRS_IN,
+                PAIRS_OUT,
             )
             dtype: tl.constexpr = cache.ptr.dtype.element_ty
             new_v = scaled_as(new_v, kv_scale_ptr, KV_HEADS + head, head >= 0, dtype)

@@ -10,26 +10,28 @@ import triton
 import triton.language as tl
 
 from .dependent import wait_for_previous
+from .float8 import to_float32
 from .groups import Heads
 
 
 @triton.jit
-def _load_parts(rows, mask, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, PAIRS: tl.constexpr):
-    """The columns that rotate together, in float32: [heads, HALF_BLOCK] each.  Neighbours are
-    loaded side by side and parted in registers, so that accesses stay whole vectors."""
+def load_parts(rows, mask, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, PAIRS: tl.constexpr):
+    """The columns that rotate together, in float32: [heads, HALF_BLOCK] each, of ``rows``, pointers
+    [heads, 1].  Neighbours are loaded side by side and parted in registers, so that accesses stay
+    whole vectors."""
     if PAIRS:
         col = tl.arange(0, 2 * HALF_BLOCK)[None, :]
-        both = tl.load(rows + col, mask=mask & (col < 2 * HALF), other=0.0).to(tl.float32)
+        both = to_float32(tl.load(rows + col, mask=(col < 2 * HALF) & mask, other=0.0))
         first, second = tl.split(tl.reshape(both, (both.shape[0], HALF_BLOCK, 2)))
     else:
         col = tl.arange(0, HALF_BLOCK)[None, :]
-        first = tl.load(rows + col, mask=mask & (col < HALF), other=0.0).to(tl.float32)
-        second = tl.load(rows + HALF + col, mask=mask & (col < HALF), other=0.0).to(tl.float32)
+        first = to_float32(tl.load(rows + col, mask=(col < HALF) & mask, other=0.0))
+        second = to_float32(tl.load(rows + HALF + col, mask=(col < HALF) & mask, other=0.0))
     return first, second
 
 
 @triton.jit
-def _store_parts(
+def store_parts(
     rows, first, second, mask, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, PAIRS: tl.constexpr
 ):
     dtype = rows.dtype.element_ty
@@ -62,9 +64,9 @@ def _rotate(
     in_rows = x.ptr + token * x.token_stride + head[:, None].to(tl.int64) * x.head_stride
     out_rows = out_ptr + (token * num_heads + head[:, None]) * HEAD_DIM
     mask = (head < num_heads)[:, None]
-    first, second = _load_parts(in_rows, mask, HALF, HALF_BLOCK, PAIRS_IN)
+    first, second = load_parts(in_rows, mask, HALF, HALF_BLOCK, PAIRS_IN)
     rotated, turned = first * cos - second * sin, second * cos + first * sin
-    _store_parts(out_rows, rotated, turned, mask, HALF, HALF_BLOCK, PAIRS_OUT)
+    store_parts(out_rows, rotated, turned, mask, HALF, HALF_BLOCK, PAIRS_OUT)
     if 2 * HALF < HEAD_DIM:
         rest = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
         rest_mask = mask & (rest < HEAD_DIM)

@@ -166,6 +166,8 @@ MISTAKES: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
         ("q_weight", percent),
         ("eps", lambda eps: eps + 1e-3),
         ("kv_scale", lambda scale: scale.flip(0)),
+        ("layout", lambda name: {"pairs": "pairs_to_halves"}.get(name, name)),
+        ("weight_offset", percent),
     ],
     "paged_attention": [
         ("scale", percent),

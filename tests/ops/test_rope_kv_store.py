@@ -22,14 +22,15 @@ def cases(dtype: torch.dtype, device: torch.device, seed: int = 0) -> Iterator[C
 
 def parts(implementation: str, *args: Any) -> Tensor:
     """The unfused ops, each by the same kind of kernel."""
-    positions, q, k, v, table, kv_cache, slots, q_weight, k_weight, eps, kv_scale = args
+    positions, q, k, v, table, kv_cache, slots, q_weight, k_weight, eps, *rest = args
+    kv_scale, layout, offset = rest
     norm, rope, store = (
         BY_NAME[name].overload(implementation)
         for name in ("rms_norm", "rotary_embedding", "kv_store")
     )
     if q_weight is not None:
-        q, k = norm(q, q_weight, eps), norm(k, k_weight, eps)
-    q, k = rope(positions, q, k, table)
+        q, k = norm(q, q_weight, eps, offset), norm(k, k_weight, eps, offset)
+    q, k = rope(positions, q, k, table, layout)
     store(k, v, kv_cache, slots, kv_scale)
     return q  # type: ignore[no-any-return]
 
@@ -76,7 +77,7 @@ def nbytes(*tensors: Tensor | None) -> int:
 
 def test_it_costs_its_parts_less_what_stays_in_registers() -> None:
     for case in cases(torch.bfloat16, torch.device("cpu")):
-        positions, q, k, v, table, cache, slots, *weights, _, _ = case.args
+        positions, q, k, v, table, cache, slots, *weights, _, _, _, _ = case.args
         rows = table[:1].expand(len(positions), -1)
         stored = 2 * k.numel() * cache.element_size()
         expected = nbytes(q, q, k, v) + stored + nbytes(positions, slots, rows, *weights)
@@ -95,6 +96,7 @@ def test_it_costs_its_parts_less_what_stays_in_registers() -> None:
         ({4: torch.zeros(5, 10)}, "rotary_dim 10"),
         ({7: torch.ones(8)}, r"q_weight is \[8\] and k_weight None, expected \[8\] for both"),
         ({7: torch.ones(4), 8: torch.ones(4)}, r"q_weight is \[4\] and k_weight \[4\]"),
+        ({11: "twos"}, "layout is 'twos', expected one of: halves, pairs"),
     ],
 )
 def test_what_disagrees_is_refused(
@@ -112,6 +114,7 @@ def test_what_disagrees_is_refused(
         None,
         0.0,
         None,
+        "halves",
     ]
     for index, value in changes.items():
         args[index] = value

@@ -110,33 +110,33 @@ def norm_weights(flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def between_linears(x: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
     first, second, layer = norm_weights(flat)
-    total = x * 3 + ops.linear(x, layer, None)
+    total = x.cos() + ops.linear(x, layer, None)
     total = total + moe(ops.rms_norm(total, first, 1e-5), flat)
     return ops.linear(ops.rms_norm(total, second, 1e-6), layer, first), total
 
 
 def last_layer(x: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
     first, second, layer = norm_weights(flat)
-    total = ops.linear(x, layer, first) + x * 3
+    total = ops.linear(x, layer, first) + x.cos()
     total = total + moe(ops.rms_norm(total, first, 1e-5), flat)
     return ops.rms_norm(total, second, 1e-6), total
 
 
 def experts_read_the_sum(x: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
     first, _, layer = norm_weights(flat)
-    total = x * 3 + ops.linear(x, layer, None)
+    total = x.cos() + ops.linear(x, layer, None)
     return ops.rms_norm(total, first, 1e-5), moe(total, flat)
 
 
 def shared_reads_the_norm(x: Tensor, flat: Tensor) -> Tensor:
     first, _, layer = norm_weights(flat)
-    total = x * 3 + ops.linear(x, layer, None)
+    total = x.cos() + ops.linear(x, layer, None)
     return shared(ops.rms_norm(total, first, 1e-5), flat)
 
 
 def no_linear_before(x: Tensor, flat: Tensor) -> Tensor:
     first, _, _ = norm_weights(flat)
-    return moe(ops.rms_norm(x * 3 + x.relu(), first, 1e-5), flat)
+    return moe(ops.rms_norm(x.cos() + x.relu(), first, 1e-5), flat)
 
 
 def added_to_itself(x: Tensor, flat: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def added_to_itself(x: Tensor, flat: Tensor) -> Tensor:
 
 def fp8_behind_the_norm(x: Tensor, flat: Tensor) -> Tensor:
     first, _, layer = norm_weights(flat)
-    return fp8(ops.rms_norm(x * 3 + ops.linear(x, layer, None), first, 1e-5), flat)
+    return fp8(ops.rms_norm(x.cos() + ops.linear(x, layer, None), first, 1e-5), flat)
 
 
 def fp8_linear(
@@ -165,14 +165,14 @@ def fp8_linear(
 
 def fp8_between_linears(x: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
     first, second, layer = norm_weights(flat)
-    total = x * 3 + fp8_linear(x, layer)
+    total = x.cos() + fp8_linear(x, layer)
     total = total + fp8(ops.rms_norm(total, first, 1e-5), flat)
     return fp8_linear(ops.rms_norm(total, second, 1e-6), layer, first), total
 
 
 def fp8_last_layer(x: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
     first, second, layer = norm_weights(flat)
-    total = fp8_linear(x, layer, first) + x * 3
+    total = fp8_linear(x, layer, first) + x.cos()
     total = total + fp8(ops.rms_norm(total, first, 1e-5), flat)
     return ops.rms_norm(total, second, 1e-6), total
 
@@ -180,30 +180,30 @@ def fp8_last_layer(x: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
 def fp8_before_a_plain_layer(x: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
     """The layer behind is not FP8, so it is not joined."""
     first, second, layer = norm_weights(flat)
-    total = x * 3 + fp8_linear(x, layer)
+    total = x.cos() + fp8_linear(x, layer)
     total = total + fp8(ops.rms_norm(total, first, 1e-5), flat)
     return ops.linear(ops.rms_norm(total, second, 1e-6), layer, first), total
 
 
 def fp8_layer_before(x: Tensor, flat: Tensor) -> Tensor:
     first, _, layer = norm_weights(flat)
-    return moe(ops.rms_norm(x * 3 + fp8_linear(x, layer), first, 1e-5), flat)
+    return moe(ops.rms_norm(x.cos() + fp8_linear(x, layer), first, 1e-5), flat)
 
 
 def static_layer_before(x: Tensor, flat: Tensor) -> Tensor:
     first, _, layer = norm_weights(flat)
-    return fp8(ops.rms_norm(x * 3 + fp8_linear(x, layer, static=True), first, 1e-5), flat)
+    return fp8(ops.rms_norm(x.cos() + fp8_linear(x, layer, static=True), first, 1e-5), flat)
 
 
 def norm_read_twice(x: Tensor, flat: Tensor) -> Tensor:
     first, _, layer = norm_weights(flat)
-    normed = ops.rms_norm(x * 3 + ops.linear(x, layer, None), first, 1e-5)
+    normed = ops.rms_norm(x.cos() + ops.linear(x, layer, None), first, 1e-5)
     return moe(normed, flat) * normed
 
 
 def sum_read_early(x: Tensor, flat: Tensor) -> Tensor:
     first, _, layer = norm_weights(flat)
-    total = x * 3 + ops.linear(x, layer, None)
+    total = x.cos() + ops.linear(x, layer, None)
     normed = ops.rms_norm(total, first, 1e-5)
     doubled = total * 2
     return moe(normed, flat) + doubled

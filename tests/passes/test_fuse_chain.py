@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from fusewright import ops
+from fusewright.ops.chain.row_stages import Add, Scale
 from fusewright.ops.chain.stages import Linear, parse
 from fusewright.passes import (
     PassReport,
@@ -31,6 +32,8 @@ PASSES = (
 Model = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 L, N = "linear(weight)", "add_norm(weight, eps=1e-05)"
 FP8, Q = "linear(weight, weight_scale, group_size=0)", "add_norm(weight, eps=1e-05, group_size=0)"
+P, P1 = "norm(weight, eps=1e-05)", "norm(weight, eps=1e-05, offset=1.0)"
+N1 = "add_norm(weight, eps=1e-05, offset=1.0)"
 R = Q.replace("=0)", "=0, reduce=True)")
 BIASED = FP8.replace("weight,", "weight, bias,", 1)
 ACT = "act(activation='silu', group_size=0)"
@@ -109,10 +112,22 @@ def fp8_over_ranks(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
     return fp8(norm(total, nw), w), total
 
 
-def offset_then_pair(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
-    """The first norm has no kernel; the second joins its layers."""
+def offset_layer(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+    """Gemma's, whose norms' weights have an offset."""
     total = r + dense(x, w)
     total = total + mlp(total, w, nw, dense, offset=1.0)
+    return dense(norm(total, nw, 1.0), w), total
+
+
+def gated(x: Tensor, w: Tensor) -> Tensor:
+    """A layer with an activation, which no chain kernel adds to a residual."""
+    return ops.silu_mul(ops.linear(x, w.view(SIZE, SIZE).repeat(2, 1)))
+
+
+def gated_then_pair(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+    """The first norm has no kernel; the second joins its layers."""
+    total = r + gated(x, w)
+    total = total + mlp(total, w, nw, dense)
     return dense(norm(total, nw), w), total
 
 
@@ -132,6 +147,36 @@ def not_the_sum(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
     return dense(norm(y + x, nw), w), total
 
 
+def sandwich(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+    """Gemma 2's, whose norm and whose sum are read by several."""
+    total = r + norm(dense(x, w), nw, 1.0)
+    y = norm(total, nw, 1.0)
+    return dense(y, w), y * 2, total
+
+
+def post_norm(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+    """OLMo 2's: layers read the sum itself."""
+    total = r + norm(dense(x, w), nw)
+    return dense(total, w), total * 3
+
+
+def multiplied(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+    """Granite's, which multiplies what it adds."""
+    total = r + dense(x, w) * 0.22
+    return dense(norm(total, nw), w), total
+
+
+def multiplied_no_layer(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+    total = r + 0.5 * (x + w.view(SIZE, SIZE)[:1]) * 0.22
+    return norm(total, nw), total
+
+
+def multiplied_sum(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+    """Gemma 4's, which multiplies the sum."""
+    total = (norm(dense(x, w), nw) + r) * 0.7
+    return dense(norm(total, nw, 0.0), w), total
+
+
 MATCHED: list[tuple[Model, list[str]]] = [
     (pair, [f"{L} > {N} > linear(weight, bias)"]),
     (swapped_sum, [f"linear(weight, bias) > {N} > {L}"]),
@@ -145,7 +190,13 @@ MATCHED: list[tuple[Model, list[str]]] = [
     (two_layers, [" > ".join([f"{FP8} > {Q} > {FP8} > {ACT} > {FP8} > {Q} > {FP8}"] * 2)]),
     (not_the_sum, [f"{L} > {N} > linear(weight, activation='silu')", f"{L} > {N} > {L}"]),
     (next_is_read_twice, [f"{FP8} > {Q} > {FP8} > {ACT} > {FP8}"]),
-    (offset_then_pair, [f"{L} > {N} > {L}"]),
+    (offset_layer, [f"{L} > {N1} > linear(weight, activation='silu') > {L} > {N1} > {L}"]),
+    (gated_then_pair, [f"{L} > {N} > {L}"]),
+    (sandwich, [f"{P1} > {N1}"]),
+    (post_norm, [f"{P} > add()"]),
+    (multiplied, [f"{L} > scale(factor=0.22) > {N} > {L}"]),
+    (multiplied_no_layer, [f"scale(factor=0.22) > {N}"]),
+    (multiplied_sum, [f"{P} > add() > scale(factor=0.7) > {P.replace(')', ', offset=0.0)')}"]),
     (fp8_over_ranks, [f"{FP8} > {R} > {FP8} > {ACT} > {FP8} > {R} > {FP8}"]),
 ]
 
@@ -183,10 +234,10 @@ def test_they_become_one_op_and_no_bit_changes(model: Model, texts: list[str]) -
         stage
         for text in texts
         for stage in parse(text).stages
-        if not isinstance(stage, Linear) or stage.activation
+        if not isinstance(stage, (Linear, Scale, Add)) or getattr(stage, "activation", None)
     ]
     assert report.matched == sum(not isinstance(stage, Linear) for stage in joints)
-    assert bool(report.missed) is (model in (next_is_read_twice, offset_then_pair))
+    assert bool(report.missed) is (model in (next_is_read_twice, gated_then_pair))
 
 
 @pytest.mark.parametrize(
@@ -213,7 +264,7 @@ def doubled(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
 
 
 def no_linear(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
-    return dense(norm(r + x * 2, nw), w)
+    return dense(norm(r + x.cos(), nw), w)
 
 
 def linear_read(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
@@ -246,12 +297,8 @@ def static(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
     return ops.linear(q, weight, None, scale, scale, torch.bfloat16), total
 
 
-def offset(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
-    return dense(norm(r + dense(x, w), nw, 1.0), w)
-
-
-def post_norm(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
-    return dense(norm(r + norm(dense(x, w), nw), nw), w)
+def gated_before(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+    return dense(norm(r + gated(x, w), nw), w)
 
 
 def delta(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
@@ -276,14 +323,46 @@ def activated_alone(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
     return ops.quant_fp8_dynamic(ops.silu_mul(torch.cat((x,) * 8, -1)), 128)
 
 
+def multiplied_sum_read(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+    total = norm(dense(x, w), nw) + r
+    return dense(norm(total * 0.7, nw), w), total
+
+
+def post_norm_read(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+    y = norm(dense(x, w), nw)
+    return dense(norm(y + r, nw), w), y
+
+
+def two_products(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+    return norm(r + norm(dense(x, w), nw) * 0.3 * 0.2, nw)
+
+
+def broadcast(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+    return norm(dense(x, w), nw) + r[:1]
+
+
+@pytest.mark.parametrize(
+    ("model", "texts"),
+    [
+        (multiplied_sum_read, [f"{P} > add()"]),
+        (post_norm_read, []),
+        (two_products, [f"scale(factor=0.2) > {N}"]),
+        (broadcast, []),
+    ],
+    ids=lambda v: getattr(v, "__name__", ""),
+)
+def test_rows_are_joined_as_far_as_one_launch_computes_them(model: Model, texts: list[str]) -> None:
+    gm, _ = fused(model)
+    assert chains(gm) == texts
+
+
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (offset, "the norm's weight has an offset"),
-        (post_norm, "no kernel has the pattern of its stages"),
+        (gated_before, "the layer before the norm has an activation"),
         (delta, "is also read by linear"),
         (doubled, "is added to itself"),
-        (no_linear, "comes from mul, not from a linear layer"),
+        (no_linear, "comes from cos, not from a linear layer"),
         (linear_read, "is also read by sum"),
         (normed_read, "add_rms_norm is also read by mul"),
         (early_sum, "the sum is used before the next layer, by truediv"),
@@ -313,11 +392,11 @@ def test_every_norm_and_activation_that_is_left_says_why(model: Any, reason: str
 
 
 def test_a_required_chain_that_is_cut_is_printed() -> None:
-    reports = [fused(offset, verify=False)[1]]
+    reports = [fused(gated_before, verify=False)[1]]
     with pytest.raises(RequiredFusionError) as error:
         check_required(reports, [("fuse_chain", 1)])
-    cut = f"{L} > add_norm(weight, eps=1e-05, offset=1.0) > {L}"
-    assert f"(the norm's weight has an offset: {cut})" in str(error.value)
+    cut = f"linear(weight, activation='silu') > {N} > {L}"
+    assert f"(the layer before the norm has an activation: {cut})" in str(error.value)
 
 
 @pytest.mark.parametrize("model", [experts.moe, experts.experts_read_the_sum])
@@ -327,14 +406,14 @@ def test_experts_that_read_no_norm_of_a_sum_are_no_site(model: Any) -> None:
 
 
 def test_what_no_kernel_computes_within_a_chain_is_matched_in_part() -> None:
-    def offset_between(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
-        for number in (None, 1.0, None):
-            r = r + dense(x, w)
-            x = dense(norm(r, nw, number), w)
+    def gated_between(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+        for layer in (dense, gated, dense):
+            r = r + layer(x, w)
+            x = dense(norm(r, nw), w)
         return x, r
 
-    _, report = fused(offset_between)
-    reason = "runs by its own op: the norm's weight has an offset"
+    _, report = fused(gated_between)
+    reason = "runs by its own op: the layer before the norm has an activation"
     assert [(site.matched, site.reason) for site in report.sites] == [
         *((True, ""), (True, reason), (True, ""))
     ]

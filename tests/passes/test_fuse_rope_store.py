@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from fusewright import ops
 from fusewright.compiler.lowering.lower import lower
 from fusewright.config import LEVELS
+from fusewright.ops import BY_NAME
 from fusewright.passes import PassReport, VerificationError, build_passes, run_passes
 from fusewright.passes.fuse_rope_store import FUSE_ROPE_STORE
 from fusewright.passes.rule import Context, Tier
@@ -72,6 +73,22 @@ def norm_rope(**t: Tensor) -> Tensor:
     return q
 
 
+def pairs(**t: Tensor) -> Tensor:
+    q, k, v = heads(t["qkv"])
+    q, k = ops.rotary_embedding(t["positions"], q, k, t["table"], "pairs")
+    store(t, k, v)
+    return q
+
+
+def offset_norm_pairs(**t: Tensor) -> Tensor:
+    """Of norms by 1 + weight, as Gemma's."""
+    q, k, v = heads(t["qkv"])
+    q, k = (ops.rms_norm(x, t[f"{n}_weight"], EPS, 1.0) for n, x in (("q", q), ("k", k)))
+    q, k = ops.rotary_embedding(t["positions"], q, k, t["table"], "pairs_to_halves")
+    store(t, k, v)
+    return q
+
+
 def run(gm: fx.GraphModule, given: dict[str, Tensor]) -> Any:
     """Call a captured graph on inputs of the sizes that it was captured with."""
     values = iter(given.values())
@@ -80,17 +97,17 @@ def run(gm: fx.GraphModule, given: dict[str, Tensor]) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fn", [rope, norm_rope])
+@pytest.mark.parametrize("fn", [rope, norm_rope, pairs, offset_norm_pairs])
 def test_it_becomes_one_op_and_no_bit_changes(
     fn: Callable[..., Tensor], dtype: torch.dtype
 ) -> None:
     given = inputs(dtype)
-    if fn is rope:
+    if fn in (rope, pairs):
         del given["q_weight"], given["k_weight"]
     gm = capture(fn, **given)
     (report,) = run_passes(gm, build_passes(["fuse_rope_store"]), verify=True)
     assert report.matched == 1 and not report.missed
-    ours = [t for t in targets(gm) if t.endswith(".default")]
+    ours = [t for t in targets(gm) if t.split(".")[0] in BY_NAME]
     assert ours == ["rope_kv_store.default"]
     left, right = ({k: v.clone() for k, v in given.items()} for _ in range(2))
     (got,) = run(gm, left)
@@ -195,9 +212,9 @@ def _two_eps(**t: Tensor) -> Tensor:
     return q
 
 
-def _pairs(**t: Tensor) -> Tensor:
-    q, k, v = heads(t["qkv"])
-    q, k = ops.rotary_embedding(t["positions"], q, k, t["table"], "pairs")
+def _two_offsets(**t: Tensor) -> Tensor:
+    _, k, v = heads(t["qkv"])
+    q, k = rotated(t, normed(t)[0], ops.rms_norm(k, t["k_weight"], EPS, 1.0))
     store(t, k, v)
     return q
 
@@ -226,7 +243,7 @@ def _norm_read_too(**t: Tensor) -> Tensor:
         ),
         (_one_norm, "of q and k, only one is normed, by rms_norm"),
         (_two_eps, "q is normed with eps 1e-06, k with 1e-05"),
-        (_pairs, "it rotates pairs, for which there is no fused kernel"),
+        (_two_offsets, "q is normed with an offset of the weight of None, k with 1.0"),
         (_norm_read_too, "rms_norm has 2 users, not the rotary embedding alone"),
     ],
 )
