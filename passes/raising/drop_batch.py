@@ -24,7 +24,10 @@ from ..sites import NotASite
 from ..subgraph import compute_fake, fake_value
 
 _ATEN = torch.ops.aten
-_OF_LAST = (torch.ops.fw.linear.default, torch.ops.fw.rms_norm.default, F.linear, F.layer_norm)
+_OF_LAST = (
+    *(torch.ops.fw.linear.default, torch.ops.fw.rms_norm.default, F.linear, F.layer_norm),
+    *(_ATEN.view_as_complex.default, _ATEN.view_as_real.default),
+)
 """Ops over the last dimension of their first argument, the only one that has a batch."""
 _REDUCTIONS = (_ATEN.amax.default, _ATEN.amin.default, _ATEN._softmax.default)
 
@@ -125,7 +128,7 @@ def _views_with_batch(node: fx.Node) -> bool:
 def _refresh(node: fx.Node, made: set[fx.Node]) -> None:
     """Compute the fake value of a view anew if what it is a view of has been replaced."""
     sources = [arg for arg in node.all_input_nodes if arg in made]
-    if not sources or not isinstance(fake_value(node), (Tensor, tuple, list)):
+    if not sources or not isinstance(fake_value(node), (Tensor, tuple, list)) or _is_new(node):
         return
     with torch.inference_mode():  # as it was captured, where ops in place were too
         value = compute_fake(node)
@@ -133,6 +136,13 @@ def _refresh(node: fx.Node, made: set[fx.Node]) -> None:
     if held <= memory(*sources):
         node.meta["example_value"] = value
         made.add(node)
+
+
+def _is_new(node: fx.Node) -> bool:
+    """Whether an op says that none of its results lies in memory of an argument.  Some of those
+    need numbers for their fake values, and would make a size static."""
+    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    return bool(returns) and all(result.alias_info is None for result in returns)
 
 
 def _call(node: fx.Node, inner: Inner) -> Call:
@@ -167,7 +177,7 @@ def _of_last(node: fx.Node, inner: Inner) -> Call | None:
         return None
     first: Any
     first, *rest = node.args
-    if not _has_batch(first) or any(map(_has_batch_among, rest)):
+    if not _has_batch(first) or not _has_batch(node) or any(map(_has_batch_among, rest)):
         return None
     return node.target, (inner(first), *rest), dict(node.kwargs)
 
