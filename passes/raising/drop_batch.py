@@ -127,12 +127,18 @@ def _refresh(node: fx.Node, made: set[fx.Node]) -> None:
     sources = [arg for arg in node.all_input_nodes if arg in made]
     if not sources or not isinstance(fake_value(node), (Tensor, tuple, list)):
         return
+    if isinstance(node.target, torch._ops.OpOverload) and not _is_view(node.target):
+        return
     with torch.inference_mode():  # as it was captured, where ops in place were too
         value = compute_fake(node)
     held = {one.untyped_storage()._cdata for one in tree_leaves(value)}
     if held <= memory(*sources):
         node.meta["example_value"] = value
         made.add(node)
+
+
+def _is_view(target: torch._ops.OpOverload) -> bool:
+    return any(made.alias_info is not None for made in target._schema.returns)
 
 
 def _call(node: fx.Node, inner: Inner) -> Call:
