@@ -116,7 +116,9 @@ def _pure(node: fx.Node) -> Any:
     """The op that computes what this one overwrites its first argument with; None if there is
     none."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or not isinstance(node.meta.get("val"), Tensor):
+    if not isinstance(target, torch._ops.OpOverload) or not isinstance(
+        node.meta.get("val"), Tensor
+    ):
         return None
     written = [argument.name for argument in target._schema.arguments if argument.is_write]
     name = target.overloadpacket.__name__
