@@ -44,6 +44,7 @@ _KINDS = {
     "rotary with KV store": "fuse_rope_store",
     "activations": "fuse_act",
     "gated linears": "fuse_gated_linear",
+    "routers": "canonicalize_route",
     "experts": "fuse_moe",
     "chains": "fuse_chain",
 }

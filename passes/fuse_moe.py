@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from ..ops.norm.gated_act import activation_of
+from .canonicalize import tensor, widened
 from .fuse_gated_linear import expert_linear_args, has_epilogue, linear_args, why_not_packed
 from .rule import EXACT, is_call, written_between
 from .sites import Match, Miss, SitePass, call, read_elsewhere
@@ -65,8 +66,9 @@ def _read(combine: fx.Node) -> Match | None:
         or has_epilogue(made)
     ):
         raise Miss(f"the router's logits come from {_name(logits)}, not from a plain linear layer")
-    if made["x"] is not gate_up.source:
-        raise Miss(f"the router reads {_name(made['x'])}, the experts {gate_up.source.name}")
+    wide, read, router_weight = _operands(made, gate_up.source)
+    if read is not gate_up.source:
+        raise Miss(f"the router reads {_name(read)}, the experts {gate_up.source.name}")
     if (gate_up.args["x_scale"] is None) is not (down.args["x_scale"] is None):
         raise Miss("one of the experts' layers is FP8, the other is not")
     if down.group_size != gate_up.group_size:
@@ -75,18 +77,29 @@ def _read(combine: fx.Node) -> Match | None:
         raise Miss("the experts' layers are of different experts")
     inner: list[Any] = [*gate_up.nodes, *act, *down.nodes, logits]
     items = [user for user in router.users if is_call(user, operator.getitem)]
-    nodes = sorted({*inner, router, *items, combine})
+    nodes = sorted({*inner, router, *items, combine, made["x"]} - {gate_up.source})
     _check_readers([down.nodes[0], gate_up.nodes[0], *act, *items], nodes)
     if reason := written_between(nodes[0], combine):
         raise Miss(reason)
     scales = (gate_up.args["weight_scale"], down.args["weight_scale"])
     inputs = (gate_up.input_scale, down.input_scale, gate_up.group_size)
     args = (
-        *(gate_up.source, made["weight"], bias, gate_up.args["weight"], down.args["weight"]),
+        *(gate_up.source, router_weight, bias, gate_up.args["weight"], down.args["weight"]),
         *(*scales, *inputs, shared, gate, top_k, *how, *_DEFAULTS[len(how) :]),
         *(gate_up.args["activation"], gate_up.args["first_expert"]),
+        *([True] if wide else []),
     )
     return Match(combine, nodes, [combine], call(torch.ops.fw.fused_moe.default, args))
+
+
+def _operands(router: dict[str, Any], experts_read: fx.Node) -> tuple[bool, Any, Any]:
+    """(whether the router computes in float32 what the experts read in 16 bits, what it reads, its
+    weight), with casts taken away."""
+    x, weight = widened(router["x"]), router["weight"]
+    if x is router["x"] or router["x"] is experts_read:
+        return False, router["x"], weight
+    narrow = widened(weight)
+    return True, x, narrow if tensor(narrow).dtype == tensor(x).dtype else weight
 
 
 def _gate_up(node: Any) -> tuple[list[fx.Node], _Layer]:

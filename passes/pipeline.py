@@ -26,6 +26,7 @@ from .fuse_quant import ACTIVATION, ATTENTION, NORM
 from .fuse_rope_store import FUSE_ROPE_STORE
 from .module_paths import module_path
 from .raising.canonicalize_linear import CANONICALIZE_LINEAR
+from .raising.canonicalize_route import CANONICALIZE_ROUTE, SHARE_EXPERTS
 from .raising.drop_batch import DropBatch
 from .raising.fold_views import FoldViews
 from .raising.rope_table import RopeTable
@@ -61,6 +62,8 @@ RAISE: tuple[Rule, ...] = (
     CANONICALIZE_LINEAR,
     *CANONICALIZE,
     RopeTable(),
+    CANONICALIZE_ROUTE,
+    SHARE_EXPERTS,
     FoldViews(),
 )
 """Passes that run first over the graph of a captured model, whatever passes are chosen."""

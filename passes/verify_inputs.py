@@ -39,7 +39,27 @@ def draw_inputs(module: fx.GraphModule, seed: int, *, wide: bool = False) -> lis
         nodes = attention.args[1:5]
         if all(node in values for node in nodes):
             values.update(zip(nodes, _attention_inputs(*(values[n] for n in nodes)), strict=True))
+    for node in _logits(module.graph):
+        values[node] = _apart(values[node], seed)
     return list(values.values())
+
+
+def _logits(graph: fx.Graph) -> list[fx.Node]:
+    """The placeholders of a row for each token of which the largest are taken."""
+    found = set(graph.find_nodes(op="call_function", target=torch.ops.aten.topk.default))
+    for node in reversed(graph.nodes):
+        if node in found:
+            found.update(node.all_input_nodes)
+    tokens = [node for node in graph.find_nodes(op="placeholder") if node in found]
+    return [node for node in tokens if getattr(fake_value(node), "ndim", 0) == 2]
+
+
+def _apart(logits: Tensor, seed: int) -> Tensor:
+    """Numbers from -4 to 4 in random order, so far apart that no rounding makes two of a row's
+    equal: which of them a ``topk`` takes is not defined."""
+    generator = torch.Generator(device=logits.device).manual_seed(seed)
+    order = torch.rand(logits.shape, generator=generator, device=logits.device).argsort(-1)
+    return (order * (8 / logits.shape[-1]) - 4).to(logits.dtype)
 
 
 def here(device: torch.device) -> torch.device:

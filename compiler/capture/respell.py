@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
-from ...passes.subgraph import compute_fake
+from ...passes.subgraph import compute_fake, is_alike
 from .trace import Traced, TraceError
 
 _ATEN = torch.ops.aten
@@ -68,6 +69,7 @@ def respell(traced: Traced) -> Traced:
         TraceError: it holds a tensor that is no input.
     """
     old = traced.gm
+    _write_to_new_memory(old.graph)
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     flat = iter(range(len(traced.inputs)))
@@ -95,6 +97,55 @@ def respell(traced: Traced) -> Traced:
         mapping[node] = copy
     graph.lint()
     return replace(traced, gm=fx.GraphModule(torch.nn.Module(), graph))
+
+
+def _write_to_new_memory(graph: fx.Graph) -> None:
+    """Let ops make a new tensor where they overwrite one that is read no more, as in ``x /= y``."""
+    nodes = list(graph.nodes)
+    for place, node in enumerate(nodes):
+        pure = _pure(node)
+        if pure is None or not _is_read_as_result(nodes, place):
+            continue
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with node.meta["val"].fake_mode:
+            if is_alike(node.meta["val"], pure(*args, **kwargs)):
+                node.target = pure
+
+
+def _pure(node: fx.Node) -> Any:
+    """The op that computes what this one overwrites its first argument with; None if there is
+    none."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or not isinstance(
+        node.meta.get("val"), Tensor
+    ):
+        return None
+    written = [argument.name for argument in target._schema.arguments if argument.is_write]
+    name = target.overloadpacket.__name__
+    if target.namespace != "aten" or written != ["self"] or not name.endswith("_"):
+        return None
+    return getattr(getattr(_ATEN, name[:-1], None), target._overloadname, None)
+
+
+def _is_read_as_result(nodes: list[fx.Node], place: int) -> bool:
+    """Whether all that is read of the memory of the node at ``place`` later is read through it."""
+    through = {nodes[place]}
+    (held,) = _memory(nodes[place])
+    for node in nodes:
+        if node.op == "placeholder" and held in _memory(node):
+            return False
+    for node in nodes[place + 1 :]:
+        readers = {arg for arg in node.all_input_nodes if held in _memory(arg)}
+        if not readers <= through:
+            return False
+        if readers and held in _memory(node):
+            through.add(node)
+    return True
+
+
+def _memory(node: fx.Node) -> set[int]:
+    leaves = tree_leaves(node.meta.get("val"))
+    return {x.untyped_storage()._cdata for x in leaves if isinstance(x, Tensor)}
 
 
 def _placeholder_name(traced: Traced, index: int) -> str:

@@ -18,6 +18,7 @@ from ..experts.moe import (
     Call as ExpertsCall,
     Planned,
     kernel_names,
+    logits_of,
     plan_layers,
     plan_sum_and_norm,
 )
@@ -107,7 +108,11 @@ def _never_sums(stages: tuple[Any, ...]) -> str:
 
 
 def _logits(experts: ExpertsCall) -> Tensor:
-    y: Tensor = LINEAR.implementation("skinny").fn(experts.x, experts.router_weight, *(None,) * 6)
+    return logits_of(experts, _skinny)
+
+
+def _skinny(x: Tensor, weight: Tensor) -> Tensor:
+    y: Tensor = LINEAR.implementation("skinny").fn(x, weight, *(None,) * 6)
     return y
 
 

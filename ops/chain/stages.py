@@ -256,6 +256,7 @@ class Experts(Stage):
     scaling: float
     activation: str
     group_size: int = 0
+    float32_logits: bool = False
     kind: ClassVar[str] = "experts"
     optional: ClassVar[tuple[str, ...]] = ("correction_bias", "gate_up_scale", "down_scale")
 

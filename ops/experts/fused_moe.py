@@ -24,7 +24,16 @@ from ..norm.quantize import finish, refuses_device
 from . import csrc
 from .combine_experts import OP as COMBINE_EXPERTS
 from .expert_linear import OP as EXPERT_LINEAR
-from .moe import Call, Planned, check, cost_of_call, kernel_names, plan_layers, plan_sum
+from .moe import (
+    Call,
+    Planned,
+    check,
+    cost_of_call,
+    kernel_names,
+    logits_of,
+    plan_layers,
+    plan_sum,
+)
 from .route import OP as ROUTE
 
 
@@ -38,7 +47,7 @@ def _reference(*args: Any) -> Tensor:
         ValueError: shapes, dtypes or attributes are not these.
     """
     call = Call(*args)
-    topk_weights, ids = ROUTE.reference(*call.routed(LINEAR.reference(call.x, call.router_weight)))
+    topk_weights, ids = ROUTE.reference(*call.routed(logits_of(call, LINEAR.reference)))
     first = finish(call.x, call.scheme(call.gate_up_input_scale))
     h = EXPERT_LINEAR.reference(*call.first(first, ids))
     y = EXPERT_LINEAR.reference(*call.second(finish(h, call.scheme(call.down_input_scale)), ids))
@@ -71,7 +80,7 @@ def _triton(*args: Any) -> Tensor:
 
 
 def _logits(call: Call) -> Tensor:
-    return torch.nn.functional.linear(call.x, call.router_weight)
+    return logits_of(call, torch.nn.functional.linear)
 
 
 def _sum(call: Call, made: Planned) -> Tensor:
@@ -85,7 +94,8 @@ def _launches(*args: Any) -> Launches[Tensor]:
     layers too where csrc has kernels, which do not read weights at every address."""
     call = Call(*args)
     check(call)
-    logits = call.x.new_empty((call.x.shape[0], call.num_routed))
+    dtype = torch.float32 if call.float32_logits else call.x.dtype
+    logits = call.x.new_empty((call.x.shape[0], call.num_routed), dtype=dtype)
     return plan_sum(call, plan_layers(call, logits))
 
 
@@ -155,6 +165,7 @@ def moe_args(
     routing: tuple[Any, ...] = ("softmax", True, 1, 1, 1.0),
     activation: str = "silu",
     rank: int | None = None,
+    float32_logits: bool = False,
 ) -> tuple[Any, ...]:
     """Arguments of a call; router logits are far enough apart that no rounding changes a choice.
     ``rank``: of two, each of which has half of the experts."""
@@ -201,7 +212,7 @@ def moe_args(
             *scales,
             group_size,
         ),
-        *(*beside, top_k, *routing, activation, first),
+        *(*beside, top_k, *routing, activation, first, float32_logits),
     )
 
 
@@ -216,6 +227,7 @@ def _cases(draw: Draw) -> Iterator[Case]:
     yield call("sorted", 11, 6, 3, 64, 48, activation="gelu_tanh")
     grouped = ("sigmoid", True, 4, 2, 2.5)
     yield call("groups and a bias, sorted", 9, 16, 3, 64, 32, biased=True, routing=grouped)
+    yield call("sorted, float32 logits", 10, 8, 2, 32, 16, float32_logits=True)
     yield call("no tokens", 0, 4, 2, 32, 16)
     yield call("few tokens of one rank", 3, 8, 3, 48, 40, rank=1, shared=True)
     yield call("sorted, of one rank", 11, 6, 3, 64, 48, rank=0)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,8 @@ class Call(NamedTuple):
 
     Attributes:
         x: [num_tokens, hidden], floating point.
-        router_weight: [num_experts, hidden], same dtype; with ``first_expert`` of all ranks'.
+        router_weight: [num_experts, hidden], same dtype, or float32 where ``float32_logits``; with
+            ``first_expert`` of all ranks'.
         correction_bias: as of ``route``.
         gate_up, down: [num_experts, 2 * intermediate, hidden] and [num_experts, hidden,
             intermediate], same dtype; or float8_e4m3fn, then their inputs are quantized first.
@@ -38,6 +40,7 @@ class Call(NamedTuple):
         top_k, scoring, renormalize, num_groups, topk_groups, scaling: as of ``route``.
         activation: "silu" or "gelu_tanh".
         first_expert: as of ``expert_linear``: the result is the summand of one rank.
+        float32_logits: the router's logits are not rounded to x's dtype.
     """
 
     x: Tensor
@@ -60,6 +63,7 @@ class Call(NamedTuple):
     scaling: float
     activation: str
     first_expert: Tensor | None = None
+    float32_logits: bool = False
 
     @property
     def num_experts(self) -> Any:
@@ -113,7 +117,13 @@ def check(call: Call) -> None:
             f"fused_moe: x is {[*x.shape]} and router_weight {[*call.router_weight.shape]}, "
             f"expected [num_tokens, hidden] and [{experts}, hidden]"
         )
-    logits = TensorDesc(x.dtype, (x.shape[0], experts))
+    dtypes = (x.dtype, torch.float32) if call.float32_logits else (x.dtype,)
+    if call.router_weight.dtype not in dtypes:
+        raise ValueError(
+            f"fused_moe: router_weight is {call.router_weight.dtype}, expected "
+            f"{' or '.join(map(str, dtypes))}"
+        )
+    logits = TensorDesc(dtypes[-1], (x.shape[0], experts))
     check_route(logits, call.correction_bias, call.routing)
     ids = TensorDesc(torch.int32, (x.shape[0], call.top_k))
     slots = x.shape[0] * call.top_k
@@ -126,6 +136,16 @@ def check(call: Call) -> None:
             "expected [num_experts, 2 * intermediate, hidden] and [num_experts, hidden, "
             "intermediate]"
         )
+
+
+def logits_of(call: Call, linear: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """The router's logits; ``linear`` is for those in x's dtype."""
+    x, weight = call.x, call.router_weight
+    if not call.float32_logits or x.dtype == torch.float32:
+        return linear(x, weight)
+    if x.is_cuda and x.dtype == weight.dtype:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return torch.nn.functional.linear(x.float(), weight.float())
 
 
 def _described(x: Any, scheme: Any) -> tuple[Any, ...]:

@@ -101,7 +101,9 @@ def _layer(x: Floats, weight: Floats, scale: Any) -> Floats:
 
 def fused_moe(call: Call) -> Expected:
     x, dtype = call["x"], call.dtypes["x"]
-    logits = rounded(matmul(x, call["router_weight"]), dtype)
+    logits = matmul(x, call["router_weight"])
+    if not call["float32_logits"]:
+        logits = rounded(logits, dtype)
     chosen = route(Call({**call.values, "router_logits": logits}, call.dtypes))
     total = np.zeros_like(x)
     first = _quantized(call, x, "gate_up_input_scale")

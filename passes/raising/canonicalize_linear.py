@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..canonicalize import kind, roundings, tensor
+from ..canonicalize import roundings, tensor
 from ..rule import Tier, is_call
 from ..sites import Match, Miss, SitePass, call
 from ..subgraph import fake_value
@@ -46,7 +46,7 @@ def _untransposed(weight: Any) -> fx.Node | None:
     """w of ``w.t()``."""
     dims: Any = weight.args[1:] if is_call(weight, "transpose") else ()
     swaps = is_call(weight, "t") or sorted(dim % 2 for dim in dims) == [0, 1]
-    if not swaps or kind(weight.args[0]) == "cast" or fake_value(weight.args[0]).dim() != 2:
+    if not swaps or fake_value(weight.args[0]).dim() != 2:
         return None
     source: fx.Node = weight.args[0]
     return source
