@@ -23,6 +23,7 @@ from .captured.described import Lookup, nowhere
 from .captured.library import build
 from .captured.model import CapturedModel, fill_captured
 from .captured.moves import copy_moves
+from .captured.quantized.load import fill_quantized, quantized_moves
 from .captured.skeleton import Skeleton, planned
 from .checkpoint import TensorInfo, open_checkpoint_file, read_headers
 from .dummy import fill_dummy
@@ -133,7 +134,14 @@ def _load_captured(
         model, moves = described.model, described.moves
     else:
         model = CapturedModel(spec)
-        moves = moves_of(build(model.facts, spec.dtype), read_headers(folder))
+        library, found = build(model.facts, spec.dtype), read_headers(folder)
+        if spec.quant:
+            quantized = quantized_moves(model, library, found)
+            materialize(model, None, device)
+            with progress("Loading weights", quantized.nbytes) as advance:
+                fill_quantized(model, quantized, advance)
+            return model
+        moves = moves_of(library, found)
     materialize(model, None, device)
     tensors = model.library_tensors()
     with progress("Loading weights", sum(move.nbytes for move in moves)) as advance:

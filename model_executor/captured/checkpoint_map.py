@@ -8,9 +8,10 @@ type is checked against the files' headers before anything is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -71,7 +72,12 @@ class _Plan:
         return done
 
 
-def moves_of(model: Any, found: Mapping[str, TensorInfo], skip: Skip = _none) -> list[Move]:
+def moves_of(
+    model: Any,
+    found: Mapping[str, TensorInfo],
+    skip: Skip = _none,
+    types: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+) -> list[Move]:
     """The copies that fill a model from a checkpoint, in file order.
 
     Tied parameters are filled once, under the name of the one that the others are tied to;
@@ -81,6 +87,7 @@ def moves_of(model: Any, found: Mapping[str, TensorInfo], skip: Skip = _none) ->
         model: a ``PreTrainedModel`` as the library builds it, on the meta device.
         found: from ``read_headers``.
         skip: see ``Skip``.
+        types: of the tensors for a parameter, where they are not the ones of its own type.
 
     Raises:
         UserError: a parameter or persistent buffer is left without a tensor, or has two; a tensor
@@ -101,7 +108,8 @@ def moves_of(model: Any, found: Mapping[str, TensorInfo], skip: Skip = _none) ->
         if name not in plan.expected:
             unused |= dict.fromkeys(load.names, name)
             continue
-        _check(name, plan.expected[name], load, tensor)
+        expected = plan.expected[name]
+        _check(name, expected, load, tensor, types.get(name, dtype_names(expected.dtype)))
         home = homes.get(name, name)
         if home == name or home not in results:
             moves += (move._replace(parameter=home) for move in tensor.moves)
@@ -112,6 +120,15 @@ def moves_of(model: Any, found: Mapping[str, TensorInfo], skip: Skip = _none) ->
             f"this config.json; {_ONE_MODEL}"
         )
     return in_file_order(moves)
+
+
+def sources_of(model: Any, found: Mapping[str, TensorInfo]) -> dict[str, tuple[str, ...]]:
+    """The names of the tensors of a checkpoint of which each parameter is made."""
+    results = _plan(model, found, _none).results()
+    return {
+        name: tuple(dict.fromkeys(move.source.name for move in tensor.moves))
+        for name, (_, tensor) in results.items()
+    }
 
 
 def untie(model: Any, found: Mapping[str, TensorInfo], skip: Skip = _none) -> dict[str, str]:
@@ -289,7 +306,9 @@ def _unknown(model: Any, unused: Mapping[str, str]) -> list[str]:
     return [name for name, key in unused.items() if not ignored.search(key)]
 
 
-def _check(name: str, expected: Tensor, load: _Load, tensor: TracedTensor) -> None:
+def _check(
+    name: str, expected: Tensor, load: _Load, tensor: TracedTensor, dtypes: Sequence[str]
+) -> None:
     """Raises if a parameter's tensors have another shape or type."""
     first = next(iter(load.tensors.values()))[0]
     subject = f"tensor {first.name} in {first.file} has"
@@ -299,7 +318,6 @@ def _check(name: str, expected: Tensor, load: _Load, tensor: TracedTensor) -> No
         raise UserError(
             f"{subject} shape {list(tensor.shape)}, expected {list(expected.shape)}; {_ONE_MODEL}"
         )
-    dtypes = dtype_names(expected.dtype)
     for move in tensor.moves:
         if move.source.dtype not in dtypes:
             raise UserError(

@@ -57,7 +57,9 @@ def read_config(path: Path, values: Mapping[str, Any], architecture: str) -> Any
             "be the model's own"
         )
     try:
-        return CONFIG_MAPPING[kind].from_dict(dict(values))
+        # How a checkpoint is quantized is for us to read; the library would look for its own code.
+        plain = {name: value for name, value in values.items() if name != "quantization_config"}
+        return CONFIG_MAPPING[kind].from_dict(plain)
     except Exception as error:
         raise UserError(f"{path}: {library} refuses it: {first_line(error)}") from error
 

@@ -17,15 +17,16 @@ from torch._subclasses.fake_tensor import (
 
 from ...config import UserError
 from ...config.rope import RopeParameters
-from ..checkpoint import read_headers
+from ..checkpoint import TensorInfo, read_headers
 from ..hf_json import HfConfig
-from ..spec import ModelSpec
+from ..spec import ModelSpec, check_blocks
 from .checkpoint_map import untie
 from .facts import AttentionFacts, CapturedFacts
 from .interfaces import Recorder, Refused
 from .library import build, canonical, first_line, read_config, version
 from .linears import Siblings
 from .model import run
+from .quantized.formats import checkpoint_scheme, linears_of
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NUM_TOKENS = 37
@@ -39,13 +40,13 @@ def captured_spec(config: HfConfig, architecture: str) -> ModelSpec:
             what, and where.
     """
     path, values = config.path, config.values
-    if values.get("quantization_config"):
-        raise UserError(
-            f"{path}: {architecture!r} is quantized (quantization_config), which is read only for "
-            "architectures with an adapter yet; use the model's unquantized weights"
-        )
     read = read_config(path, values, architecture)
-    return spec_of(read, str(path), architecture, path.parent)
+    spec = spec_of(read, str(path), architecture, path.parent)
+    assert spec.captured is not None
+    model = build(spec.captured, spec.dtype)
+    quant = checkpoint_scheme(config, spec, model, found_in(path.parent))
+    check_blocks(path, spec, quant)
+    return replace(spec, quant=quant)
 
 
 def spec_of(read: Any, what: str, architecture: str, folder: Path | None = None) -> ModelSpec:
@@ -126,7 +127,14 @@ def probe(facts: CapturedFacts, dtype_name: str, what: str) -> tuple[CapturedFac
         )
     calls = tuple(recorder.calls)
     layers, kinds = _layers(model, calls)
-    seen = replace(facts, attention=calls, layers=layers, kinds=kinds, siblings=siblings.found())
+    seen = replace(
+        facts,
+        attention=calls,
+        layers=layers,
+        kinds=kinds,
+        siblings=siblings.found(),
+        linears=linears_of(model),
+    )
     return seen, int(logits.shape[-1])
 
 
@@ -188,11 +196,16 @@ def why(error: BaseException) -> str:
 def _untied(facts: CapturedFacts, folder: Path) -> dict[str, str]:
     """``untie`` by a folder's checkpoint.  Without a readable one nothing is apart: the loader
     refuses that, if weights are read at all."""
+    found = found_in(folder)
+    return untie(build(facts, torch.float32), found) if found else {}
+
+
+def found_in(folder: Path) -> dict[str, TensorInfo]:
+    """The tensors of a folder's checkpoint; none where there is no readable one."""
     try:
-        found = read_headers(folder)
+        return read_headers(folder)
     except UserError:
         return {}
-    return untie(build(facts, torch.float32), found)
 
 
 def _dtype_name(config: Any) -> str:
