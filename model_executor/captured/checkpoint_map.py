@@ -54,12 +54,14 @@ class _Load:
 @dataclass(frozen=True)
 class _Plan:
     """The loads of a checkpoint, and its tensors that have no place, by their names in the model.
-    ``expected`` are the model's parameters and persistent buffers."""
+    ``expected`` are the model's parameters and persistent buffers, ``skipped`` the tensors of parts
+    that are not wanted."""
 
     model: Any
     expected: dict[str, Tensor]
     loads: dict[str, _Load]
     unused: dict[str, str]
+    skipped: list[str]
 
     def results(self) -> dict[str, tuple[_Load, TracedTensor]]:
         """Return the load and the tensor that fill each parameter."""
@@ -122,9 +124,16 @@ def moves_of(
     return in_file_order(moves)
 
 
-def sources_of(model: Any, found: Mapping[str, TensorInfo]) -> dict[str, tuple[str, ...]]:
+def skipped_of(model: Any, found: Mapping[str, TensorInfo], skip: Skip) -> list[str]:
+    """The tensors of a checkpoint that are of parts that are not wanted."""
+    return _plan(model, found, skip).skipped
+
+
+def sources_of(
+    model: Any, found: Mapping[str, TensorInfo], skip: Skip = _none
+) -> dict[str, tuple[str, ...]]:
     """The names of the tensors of a checkpoint of which each parameter is made."""
-    results = _plan(model, found, _none).results()
+    results = _plan(model, found, skip).results()
     return {
         name: tuple(dict.fromkeys(move.source.name for move in tensor.moves))
         for name, (_, tensor) in results.items()
@@ -229,13 +238,14 @@ def _plan(model: Any, found: Mapping[str, TensorInfo], skip: Skip) -> _Plan:
     of_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     expected: dict[str, Tensor] = model.state_dict(keep_vars=True)
     place = model.base_model_prefix, expected
-    plan = _Plan(model, expected, {}, {})
+    plan = _Plan(model, expected, {}, {}, [])
     # A conversion stacks tensors in the order in which they come: experts by their numbers.
     for name in sorted(found, key=dot_natural_key):
         key, pattern = rename_source_key(name, renamings, converters, *place)
         if key not in expected and name in expected:
             key, pattern = rename_source_key(name, [], [], *place)
         if skip(key):
+            plan.skipped.append(name)
             continue
         if key not in expected:
             plan.unused[name] = key

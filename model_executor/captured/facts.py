@@ -67,6 +67,7 @@ class CapturedFacts:
 
     Attributes:
         config: the library's configuration, as JSON with sorted keys.
+        whole: that of the model of which this is the text decoder; "" if it is a model of its own.
         library: name and version of the library, whose code the model is.
         attention: of every call of the attention interface, in the order of the calls.
         untied: names of parameters that the configuration ties to others, and the checkpoint does
@@ -85,3 +86,4 @@ class CapturedFacts:
     kinds: tuple[int, ...] = ()
     siblings: tuple[tuple[str, ...], ...] = ()
     linears: tuple[LinearFacts, ...] = ()
+    whole: str = ""

@@ -20,12 +20,13 @@ from ..attention import AttentionInputs, CacheInputs
 from ..kv_cache import allocate_kv_caches
 from ..loader import materialize
 from ..spec import ModelSpec
-from .library import first_line
+from .library import first_line, unmodified
 from .linears import tensors_of
 from .model import CapturedModel, position_arguments
 from .random_weights import randomize
 from .read import spec_of
 from .shrink import shrunk
+from .text_decoder import stored_model
 
 Step: TypeAlias = Callable[[Tensor, Tensor, AttentionInputs, list[Tensor]], Tensor]
 """Computes a step: (ids, positions, attention, KV caches) -> logits, as ``CapturedModel`` does."""
@@ -66,27 +67,24 @@ def make_twin(config: Any, what: str) -> Twin:
     Raises:
         UserError: there is none, or the engine lacks what it needs; says what.
     """
-    from transformers import AutoModelForCausalLM
-
     try:
         small = shrunk(config)
         small.dtype = "float32"
-        unmodified = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            small, attn_implementation="eager", dtype=torch.float32
-        ).eval()
+        module: Any = unmodified(small, torch.float32)
     except Exception as error:
         raise UserError(
             f"{what}: no small model of its kind can be made: {first_line(error)}"
         ) from error
-    randomize(unmodified)
-    spec = spec_of(small, what, type(unmodified).__name__)
+    randomize(module)
+    spec = spec_of(small, what, type(module).__name__)
     ours = CapturedModel(spec)
     materialize(ours, None, "cpu")
-    theirs = tensors_of(unmodified)
+    theirs, names = tensors_of(module), stored_model(ours.facts, torch.float32).names
+    in_whole = {own: name for name, own in names.items()}
     with torch.no_grad():
         for name, tensor in tensors_of(ours.library).items():
-            tensor.copy_(theirs[name])
-    return Twin(spec, ours.eval(), unmodified)
+            tensor.copy_(theirs[in_whole.get(name, name)])
+    return Twin(spec, ours.eval(), module)
 
 
 @torch.inference_mode()

@@ -14,8 +14,8 @@ from ...hf_json import HfConfig
 from ...quant.hf_quant import read_captured_quantization
 from ...quant.scheme import FORMATS, QuantKind, QuantScheme
 from ...spec import ModelSpec
-from ..checkpoint_map import sources_of
 from ..facts import LinearFacts
+from ..text_decoder import stored_model
 from .stored import one_tensor_a_weight
 
 OF_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -88,12 +88,11 @@ def mergeable(
 
 
 def checkpoint_scheme(
-    config: HfConfig, spec: ModelSpec, model: Any, found: Mapping[str, TensorInfo]
+    config: HfConfig, spec: ModelSpec, found: Mapping[str, TensorInfo]
 ) -> QuantScheme | None:
     """How a folder's checkpoint is quantized; None: not at all.
 
     Args:
-        model: the library's, as built.
         found: the checkpoint's tensors, whose names the config's lists use; where there are none,
             the lists are taken to use the library's names.
 
@@ -103,7 +102,8 @@ def checkpoint_scheme(
 
     def names() -> Iterator[tuple[str, str]]:
         assert spec.captured is not None
-        sources = sources_of(model, one_tensor_a_weight(found).tensors) if found else {}
+        stored = stored_model(spec.captured, spec.dtype) if found else None
+        sources = stored.sources(one_tensor_a_weight(found).tensors) if stored else {}
         for linear in spec.captured.linears:
             parameter = parameter_of(linear)
             for name in sources.get(parameter, (parameter,)):

@@ -17,10 +17,10 @@ from ...layers import Linear
 from ...quant.quantize import Staging, rescale
 from ...quant.scales import INPUT_SCALES, WEIGHT_SCALES, check_scale, positive
 from ...quant.scheme import QuantFormat
-from ..checkpoint_map import moves_of
 from ..linears import Sibling
 from ..model import CapturedModel
 from ..moves import Move, copy_moves, in_file_order, narrowed, permuted, shifted
+from ..text_decoder import Stored
 from .scales import by_units
 from .stored import Gathered, one_tensor_a_weight, type_of
 
@@ -67,13 +67,13 @@ class QuantizedMoves:
 
 
 def quantized_moves(
-    model: CapturedModel, library: Any, found: Mapping[str, TensorInfo]
+    model: CapturedModel, stored: Stored, found: Mapping[str, TensorInfo]
 ) -> QuantizedMoves:
     """Plan how a captured model is filled.
 
     Args:
         model: on the meta device.
-        library: the same model as the library builds it.
+        stored: the same model as its checkpoint has it.
 
     Raises:
         UserError: as ``moves_of``; a weight lacks its scales, or is quantized where it should not
@@ -84,7 +84,7 @@ def quantized_moves(
     homes = dict(_homes(model.library))
     gathered = Gathered(dict(found), {}) if quant.online else one_tensor_a_weight(found)
     types = {} if quant.online else {name: (_type(home),) for name, home in homes.items()}
-    moves = moves_of(library, gathered.tensors, types=types)
+    moves = stored.moves(gathered.tensors, types)
     plain = [move for move in moves if move.parameter not in homes]
     placed = ((move, homes[move.parameter]) for move in moves if move.parameter in homes)
     weights = [(home.move(move), home) for move, home in placed]
