@@ -213,6 +213,7 @@ def compile_model(
         model = weights.result()
     tensors = [*model.named_parameters(), *model.named_buffers()]
     compiled.program.bind({WEIGHTS + name: tensor for name, tensor in tensors})
+    compiled.program.check_bound(WEIGHTS)
     return compiled
 
 
