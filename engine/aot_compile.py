@@ -15,6 +15,7 @@ import torch
 from ..compiler.compiled import LOOKUPS, Compiled
 from ..compiler.record import Record
 from ..config import EngineOptions, Hardware, ResolvedConfig, UserError, make_output_folder
+from ..model_executor.captured.described import raw_headers
 from ..model_executor.spec import stage_of
 from .worker.hardware import detect_hardware
 from .worker.progress import show_progress
@@ -55,7 +56,7 @@ def aot_compile(
     startup = StartupReport()
     with startup.phase("config"):
         hardware = target_hardware(options, target_sm)
-        _, whole, config = read_model(options, hardware)
+        model, whole, config = read_model(options, hardware)
     absent = hardware.device == "cuda" and detect_hardware("auto").sm != hardware.sm
     results: list[AotResult] = []
     num_stages = whole.pipeline_parallel_size
@@ -71,6 +72,9 @@ def aot_compile(
         ):
             compiled = find_or_compile(spec, config, store, on_phase=say, record=_record(folder))
         label, left = artifact_label(spec, config), _left(hardware, absent)
+        if spec.captured and spec.quant is None and raw_headers(model) is None:
+            why = f"{model} has no weights, whose names and shapes a start without it has to know"
+            left += (f"import of transformers: {why}; compile the folder with its weights",)
         results.append(AotResult(compiled, label, startup, left, folder))
         startup = StartupReport()
     return results

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..config import ModelLimits, UserError
-from ..config.weight_format import StoredFormat
 from .abacus import BUNDLED
 from .captured.described import Lookup, described_spec, nowhere
 from .captured.facts import is_known
@@ -17,10 +16,9 @@ from .models import ARCHITECTURES
 from .models.rope import why_no_longer
 from .models.weight_names import checkpoint_names
 from .quant.hf_quant import read_quantization
-from .quant.scheme import BLOCK, FORMATS, QuantScheme
 from .sources.gguf_folder import converted, gguf_file
 from .sources.hub import hub_name, small_files, weight_files
-from .spec import ModelSpec
+from .spec import ModelSpec, check_blocks
 
 
 def read_spec(folder: Path | str, impl: str = "auto", lookup: Lookup = nowhere) -> ModelSpec:
@@ -67,7 +65,7 @@ def read_spec(folder: Path | str, impl: str = "auto", lookup: Lookup = nowhere) 
     spec = ARCHITECTURES[name].spec(config, name)
     names = checkpoint_names(ARCHITECTURES[name].weights, spec.num_layers, spec.num_experts)
     quant = read_quantization(config, names, spec.num_layers)
-    _check_blocks(path, spec, quant)
+    check_blocks(path, spec, quant)
     if config.values.get("auto_map"):
         note = f"auto_map names custom code, which is never run: {name} is the built-in one"
         spec = replace(spec, notes=(*spec.notes, note))
@@ -89,29 +87,6 @@ def _check_known(config: HfConfig, name: str) -> None:
         f"architecture {name!r} is not supported; supported: {supported}, and the causal language "
         "models of transformers, where fusewright[transformers] is installed"
     )
-
-
-def _check_blocks(path: Path, spec: ModelSpec, quant: QuantScheme | None) -> None:
-    form = FORMATS[quant.kind] if quant else None
-    if isinstance(form, StoredFormat):
-        spec = replace(spec, quant=quant)
-        experts = [n for n in spec.quantized_linears if "experts" in n]
-        reasons = (spec.why_not_stored(linear, form) for linear in spec.quantized_linears)
-        reason = next(filter(None, reasons), "")
-        if experts:
-            reason = f"{experts[0]} would be {form.name!r}, but weights of experts are FP8 alone"
-        if reason:
-            raise UserError(f"{path}: {reason}; leave it unquantized, or use another format")
-        return
-    if quant is None or form is None or not form.blocks:
-        return
-    for linear in spec.linears:
-        size = spec.in_features(linear)
-        if size % BLOCK and any(linear not in left for left in quant.unquantized):
-            raise UserError(
-                f"{path}: {linear} reads {size} features, expected a multiple of {BLOCK} for a "
-                "scale of every so many; use weights with a scale for each channel"
-            )
 
 
 def _architecture(config: HfConfig) -> str:

@@ -105,7 +105,10 @@ class Linear(nn.Module):
         return (self,)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[num_tokens, in_features] -> [num_tokens, out_features]."""
+        """[num_tokens, in_features] -> [num_tokens, out_features]; the library of a captured model
+        has a batch ahead, which ops that quantize do not take."""
+        if self.quant is not None and x.dim() > 2:
+            return self(x.flatten(0, -2)).unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]
         y = self._matmul(x)
         return ops.all_reduce(y, GROUP) if self.reduce else y
 

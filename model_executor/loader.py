@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from ..config.errors import UserError
 from ..ops.core.float8 import E4M3
-from .captured.checkpoint_map import moves_of
 from .captured.described import Lookup, nowhere
-from .captured.library import build
 from .captured.model import CapturedModel, fill_captured
 from .captured.moves import copy_moves
+from .captured.quantized.load import fill_quantized, quantized_moves
 from .captured.skeleton import Skeleton, planned
+from .captured.text_decoder import stored_model
 from .checkpoint import TensorInfo, open_checkpoint_file, read_headers
 from .dummy import fill_dummy
 from .experts import ExpertLinear, expert_shares
@@ -133,7 +133,14 @@ def _load_captured(
         model, moves = described.model, described.moves
     else:
         model = CapturedModel(spec)
-        moves = moves_of(build(model.facts, spec.dtype), read_headers(folder))
+        stored, found = stored_model(model.facts, spec.dtype), read_headers(folder)
+        if spec.quant:
+            quantized = quantized_moves(model, stored, found)
+            materialize(model, None, device)
+            with progress("Loading weights", quantized.nbytes) as advance:
+                fill_quantized(model, quantized, advance)
+            return model
+        moves = stored.moves(found)
     materialize(model, None, device)
     tensors = model.library_tensors()
     with progress("Loading weights", sum(move.nbytes for move in moves)) as advance:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config import UserError, outside_key
@@ -23,7 +24,7 @@ from .cache_spec import (
     stage_layers,
     torch_dtype,
 )
-from .captured.facts import CapturedFacts
+from .captured.facts import CapturedFacts, LinearFacts
 from .quant.scheme import BLOCK, FORMATS, LINEARS, MOE_LINEARS, QuantKind, QuantScheme
 
 if TYPE_CHECKING:
@@ -183,7 +184,10 @@ class ModelSpec:
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """The names in ``LINEARS`` and ``MOE_LINEARS`` of the layers that the model has."""
+        """The names in ``LINEARS`` and ``MOE_LINEARS`` of the layers that the model has; of a
+        captured model, its library's names."""
+        if self.captured:
+            return tuple(linear.name for linear in self.captured.linears)
         if self.moe is None:
             return LINEARS
         dense = LINEARS[: 2 if all(self.moe.layers) else 4]
@@ -195,6 +199,8 @@ class ModelSpec:
 
     def part_rows(self, linear: str) -> tuple[int, ...]:
         """Rows of the checkpoint tensors of which a rank's weight of one of ``linears`` is made."""
+        if self.captured:
+            return (self._captured_linears[linear].rows,)
         if linear == "attention.qkv":
             return self.local_heads * self.head_dim, self.local_kv_heads * self.head_dim
         if linear.endswith("gate_up"):
@@ -207,6 +213,16 @@ class ModelSpec:
         left = self.quant.unquantized if self.quant else ()
         return [linear for linear in self.linears if not all(linear in names for names in left)]
 
+    @cached_property
+    def _captured_linears(self) -> dict[str, LinearFacts]:
+        return {each.name: each for each in self.captured.linears} if self.captured else {}
+
+    def of_experts(self, linear: str) -> bool:
+        """Whether one of ``linears`` is a weight of several experts."""
+        if self.captured:
+            return self._captured_linears[linear].experts > 0
+        return linear.startswith("mlp.experts.")
+
     def why_not_stored(self, linear: str, form: StoredFormat) -> str:
         """Why a rank's weight of one of ``linears``, and the parts that are merged in it, are not
         made of whole elements and units of a format; "" if they are."""
@@ -218,6 +234,8 @@ class ModelSpec:
 
     def in_features(self, linear: str) -> int:
         """Columns of a rank's weight of one of ``linears``."""
+        if self.captured:
+            return self._captured_linears[linear].columns
         if linear == "attention.o":
             return self.local_heads * self.head_dim
         if not linear.endswith("down"):
@@ -291,5 +309,33 @@ def _left_by_blocks(spec: ModelSpec, kind: str) -> tuple[str, ...]:
     admitted format cannot store."""
     form = FORMATS[kind]
     if isinstance(form, StoredFormat):
-        return tuple(n for n in spec.linears if "experts" in n or spec.why_not_stored(n, form))
+        return tuple(n for n in spec.linears if spec.of_experts(n) or spec.why_not_stored(n, form))
     return tuple(n for n in spec.linears if form.columns and spec.in_features(n) % form.columns)
+
+
+def check_blocks(path: Path, spec: ModelSpec, quant: QuantScheme | None) -> None:
+    """Refuse a checkpoint's quantization that does not fit the sizes of the model's linear layers.
+
+    Raises:
+        UserError: names ``path``, the layer and what fits.
+    """
+    form = FORMATS[quant.kind] if quant else None
+    if isinstance(form, StoredFormat):
+        spec = replace(spec, quant=quant)
+        experts = [n for n in spec.quantized_linears if spec.of_experts(n)]
+        reasons = (spec.why_not_stored(linear, form) for linear in spec.quantized_linears)
+        reason = next(filter(None, reasons), "")
+        if experts:
+            reason = f"{experts[0]} would be {form.name!r}, but weights of experts are FP8 alone"
+        if reason:
+            raise UserError(f"{path}: {reason}; leave it unquantized, or use another format")
+        return
+    if quant is None or form is None or not form.blocks:
+        return
+    for linear in spec.linears:
+        size = spec.in_features(linear)
+        if size % BLOCK and any(linear not in left for left in quant.unquantized):
+            raise UserError(
+                f"{path}: {linear} reads {size} features, expected a multiple of {BLOCK} for a "
+                "scale of every so many; use weights with a scale for each channel"
+            )

@@ -97,6 +97,16 @@ class Program:
                 with torch.inference_mode():
                     constant.step.run(self._template)
 
+    def check_bound(self, prefix: str) -> None:
+        """Check that all inputs whose names begin with ``prefix`` are bound.
+
+        Raises:
+            InputError: names those that are not.
+        """
+        names = [name for name in self._inputs if name.startswith(prefix)]
+        if missing := [name for name in names if self._template[self._slots[name]] is None]:
+            raise InputError(f"program inputs without a value: {', '.join(missing)}")
+
     def environment(self, inputs: Mapping[str, Tensor]) -> Environment:
         """A fresh environment for one step.
 

@@ -110,7 +110,10 @@ def _part(number: int, part: Any) -> dict[str, Any]:
     if isinstance(part, dict) and kind == "text" and isinstance(part.get("text"), str):
         return part
     what = f"a part of type {kind!r}" if kind not in (None, "text") else f"the part {part!r}"
-    raise UserError(f"message {number} has {what}: models here read text alone, as {_PART}")
+    raise UserError(
+        f"message {number} has {what}: models here read text alone, as {_PART}; a vision or audio "
+        "tower that a model's folder has is not served"
+    )
 
 
 def with_text(message: dict[str, Any]) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from ...compiler.capture.source import WEIGHTS, Source
 from ...compiler.capture.trace import Traced
 from ...config import TOKEN_IDS, CompileConfig, ResolvedConfig, block_table_of, slot_mapping_of
 from ...model_executor.attention import AttentionInputs
-from ...model_executor.captured.library import config_of
 from ...model_executor.captured.read import why
+from ...model_executor.captured.text_decoder import whole_config
 from ...model_executor.captured.twin import Step, compare, make_twin
 from ...model_executor.spec import ModelSpec
 from ...passes import PassReport
@@ -41,7 +41,7 @@ def prove(spec: ModelSpec, config: ResolvedConfig) -> Mapping[str, Any]:
     """
     assert spec.captured is not None
     began = time.perf_counter()
-    twin = make_twin(config_of(spec.captured), spec.architecture)
+    twin = make_twin(whole_config(spec.captured), spec.architecture)
     agreement = compare(twin, twin.ours, spec.architecture)
     if config.compile.trace:
         program = rewritten_program(twin.spec, twin.ours, config.compile)

@@ -99,11 +99,6 @@ def with_options(spec: ModelSpec, config: ResolvedConfig) -> ModelSpec:
         if spec.moe is None:
             raise UserError("record_expert_load: the model has no experts; leave it out")
         spec = replace(spec, moe=replace(spec.moe, record_load=True))
-    if spec.captured and spec.quant is None and precision.quantization in FORMATS:
-        raise UserError(
-            f"quantization={precision.quantization}: weights of a model without an adapter are not "
-            "quantized yet; leave it out"
-        )
     if spec.quant is None and precision.quantization in FORMATS:
         return quantize_online(spec, precision.quantization)
     return spec
@@ -218,6 +213,7 @@ def compile_model(
         model = weights.result()
     tensors = [*model.named_parameters(), *model.named_buffers()]
     compiled.program.bind({WEIGHTS + name: tensor for name, tensor in tensors})
+    compiled.program.check_bound(WEIGHTS)
     return compiled
 
 

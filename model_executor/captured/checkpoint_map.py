@@ -8,9 +8,10 @@ type is checked against the files' headers before anything is read.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -53,12 +54,14 @@ class _Load:
 @dataclass(frozen=True)
 class _Plan:
     """The loads of a checkpoint, and its tensors that have no place, by their names in the model.
-    ``expected`` are the model's parameters and persistent buffers."""
+    ``expected`` are the model's parameters and persistent buffers, ``skipped`` the tensors of parts
+    that are not wanted."""
 
     model: Any
     expected: dict[str, Tensor]
     loads: dict[str, _Load]
     unused: dict[str, str]
+    skipped: list[str]
 
     def results(self) -> dict[str, tuple[_Load, TracedTensor]]:
         """Return the load and the tensor that fill each parameter."""
@@ -71,7 +74,12 @@ class _Plan:
         return done
 
 
-def moves_of(model: Any, found: Mapping[str, TensorInfo], skip: Skip = _none) -> list[Move]:
+def moves_of(
+    model: Any,
+    found: Mapping[str, TensorInfo],
+    skip: Skip = _none,
+    types: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+) -> list[Move]:
     """The copies that fill a model from a checkpoint, in file order.
 
     Tied parameters are filled once, under the name of the one that the others are tied to;
@@ -81,6 +89,7 @@ def moves_of(model: Any, found: Mapping[str, TensorInfo], skip: Skip = _none) ->
         model: a ``PreTrainedModel`` as the library builds it, on the meta device.
         found: from ``read_headers``.
         skip: see ``Skip``.
+        types: of the tensors for a parameter, where they are not the ones of its own type.
 
     Raises:
         UserError: a parameter or persistent buffer is left without a tensor, or has two; a tensor
@@ -101,7 +110,8 @@ def moves_of(model: Any, found: Mapping[str, TensorInfo], skip: Skip = _none) ->
         if name not in plan.expected:
             unused |= dict.fromkeys(load.names, name)
             continue
-        _check(name, plan.expected[name], load, tensor)
+        expected = plan.expected[name]
+        _check(name, expected, load, tensor, types.get(name, dtype_names(expected.dtype)))
         home = homes.get(name, name)
         if home == name or home not in results:
             moves += (move._replace(parameter=home) for move in tensor.moves)
@@ -112,6 +122,22 @@ def moves_of(model: Any, found: Mapping[str, TensorInfo], skip: Skip = _none) ->
             f"this config.json; {_ONE_MODEL}"
         )
     return in_file_order(moves)
+
+
+def skipped_of(model: Any, found: Mapping[str, TensorInfo], skip: Skip) -> list[str]:
+    """The tensors of a checkpoint that are of parts that are not wanted."""
+    return _plan(model, found, skip).skipped
+
+
+def sources_of(
+    model: Any, found: Mapping[str, TensorInfo], skip: Skip = _none
+) -> dict[str, tuple[str, ...]]:
+    """The names of the tensors of a checkpoint of which each parameter is made."""
+    results = _plan(model, found, skip).results()
+    return {
+        name: tuple(dict.fromkeys(move.source.name for move in tensor.moves))
+        for name, (_, tensor) in results.items()
+    }
 
 
 def untie(model: Any, found: Mapping[str, TensorInfo], skip: Skip = _none) -> dict[str, str]:
@@ -212,13 +238,14 @@ def _plan(model: Any, found: Mapping[str, TensorInfo], skip: Skip) -> _Plan:
     of_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     expected: dict[str, Tensor] = model.state_dict(keep_vars=True)
     place = model.base_model_prefix, expected
-    plan = _Plan(model, expected, {}, {})
+    plan = _Plan(model, expected, {}, {}, [])
     # A conversion stacks tensors in the order in which they come: experts by their numbers.
     for name in sorted(found, key=dot_natural_key):
         key, pattern = rename_source_key(name, renamings, converters, *place)
         if key not in expected and name in expected:
             key, pattern = rename_source_key(name, [], [], *place)
         if skip(key):
+            plan.skipped.append(name)
             continue
         if key not in expected:
             plan.unused[name] = key
@@ -289,7 +316,9 @@ def _unknown(model: Any, unused: Mapping[str, str]) -> list[str]:
     return [name for name, key in unused.items() if not ignored.search(key)]
 
 
-def _check(name: str, expected: Tensor, load: _Load, tensor: TracedTensor) -> None:
+def _check(
+    name: str, expected: Tensor, load: _Load, tensor: TracedTensor, dtypes: Sequence[str]
+) -> None:
     """Raises if a parameter's tensors have another shape or type."""
     first = next(iter(load.tensors.values()))[0]
     subject = f"tensor {first.name} in {first.file} has"
@@ -299,7 +328,6 @@ def _check(name: str, expected: Tensor, load: _Load, tensor: TracedTensor) -> No
         raise UserError(
             f"{subject} shape {list(tensor.shape)}, expected {list(expected.shape)}; {_ONE_MODEL}"
         )
-    dtypes = dtype_names(expected.dtype)
     for move in tensor.moves:
         if move.source.dtype not in dtypes:
             raise UserError(

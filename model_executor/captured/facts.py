@@ -46,11 +46,28 @@ class AttentionFacts:
 
 
 @dataclass(frozen=True)
+class LinearFacts:
+    """Describes a linear layer that can be quantized, or a tensor of those of all experts.
+
+    Attributes:
+        name: of the layer, or of the tensor of experts, in the library's model.
+        rows, columns: output and input features of one.
+        experts: how many there are; 0: the layer is no expert's.
+    """
+
+    name: str
+    rows: int
+    columns: int
+    experts: int = 0
+
+
+@dataclass(frozen=True)
 class CapturedFacts:
     """A model that is captured from its library.
 
     Attributes:
         config: the library's configuration, as JSON with sorted keys.
+        whole: that of the model of which this is the text decoder; "" if it is a model of its own.
         library: name and version of the library, whose code the model is.
         attention: of every call of the attention interface, in the order of the calls.
         untied: names of parameters that the configuration ties to others, and the checkpoint does
@@ -58,6 +75,7 @@ class CapturedFacts:
         layers: name of the model's list of layers, if it has one of a layer for each call.
         kinds: for each layer, the number of the first one that is made as it is.
         siblings: names of linear layers that are merged, a group each.
+        linears: the linear layers that can be quantized.
     """
 
     config: str
@@ -67,3 +85,5 @@ class CapturedFacts:
     layers: str = ""
     kinds: tuple[int, ...] = ()
     siblings: tuple[tuple[str, ...], ...] = ()
+    linears: tuple[LinearFacts, ...] = ()
+    whole: str = ""

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from ... import ops
 from ..attention import AttentionInputs
+from ..experts import ExpertLinear
 from .facts import AttentionFacts
 
 NAME = "fusewright"
@@ -257,9 +258,11 @@ def experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
 
     def layer(name: str, rows: Tensor) -> Tensor:
         weight = getattr(module, name)
-        if module.is_transposed:
-            weight = weight.transpose(1, 2)
-        made = ops.expert_linear(rows, weight, ids)
+        if isinstance(weight, ExpertLinear):
+            made = weight(rows, ids, None)
+        else:
+            matrices = weight.transpose(1, 2) if module.is_transposed else weight
+            made = ops.expert_linear(rows, matrices, ids)
         return made + getattr(module, f"{name}_bias")[ids.flatten()] if module.has_bias else made
 
     if module.has_gate:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .library import unmodified
+
 LEAST, FEW, MOST = 2, 3, 8
 """Layers of a twin: so few are all kept; two show a mistake in what goes from layer to layer; a
 prefix that has every kind and is longer than the most gives way to one layer of each kind."""
@@ -114,10 +116,5 @@ def _facts(layer: nn.Module) -> Iterable[tuple[str, Hashable]]:
 
 def on_meta(config: Any) -> nn.Module:
     """The causal language model of a configuration, without memory for its weights."""
-    from transformers import AutoModelForCausalLM
-
-    library: Any = AutoModelForCausalLM
-    with torch.device("meta"):
-        # A copy: models may write into their configuration.
-        model: nn.Module = library.from_config(deepcopy(config), attn_implementation="eager")
-    return model
+    # A copy: models may write into their configuration.
+    return unmodified(deepcopy(config), torch.float32, "meta")

@@ -49,17 +49,63 @@ def read_config(path: Path, values: Mapping[str, Any], architecture: str) -> Any
             f"{path}: architecture {architecture!r} is not supported: it has no adapter, and its "
             f"model_type {kind!r} is unknown to {library}{own}"
         )
-    implemented = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
-    if architecture != implemented:
-        raise UserError(
-            f"{path}: architecture {architecture!r} is not supported: what {library} has of "
-            f"model_type {kind!r} as a causal language model is {implemented!r}; config.json must "
-            "be the model's own"
-        )
     try:
-        return CONFIG_MAPPING[kind].from_dict(dict(values))
+        # How a checkpoint is quantized is for us to read; the library would look for its own code.
+        plain = {name: value for name, value in values.items() if name != "quantization_config"}
+        config = CONFIG_MAPPING[kind].from_dict(plain)
     except Exception as error:
         raise UserError(f"{path}: {library} refuses it: {first_line(error)}") from error
+    implemented = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    if architecture != implemented:
+        _check_whole(f"{path}: {architecture!r}", config, architecture, implemented)
+    config.architectures = [architecture]
+    return config
+
+
+def _check_whole(what: str, config: Any, architecture: str, implemented: str | None) -> None:
+    """Check that an architecture which is no causal language model by its name may have one as its
+    text decoder."""
+    import transformers
+
+    if config.is_encoder_decoder:
+        raise UserError(
+            f"{what} has an encoder and a decoder, which is not served: a decoder alone is; choose "
+            "a causal language model"
+        )
+    whole = getattr(transformers, architecture, None)
+    text = config.get_text_config(decoder=True)
+    if whole is None or whole.config_class is not type(config):
+        raise UserError(
+            f"{what} is not supported: what {version()} has of model_type {config.model_type!r} as "
+            f"a causal language model is {implemented!r}; config.json must be the model's own"
+        )
+    if type(text) is type(config) or not whole.can_generate():
+        raise UserError(
+            f"{what} generates no text: {version()} has no causal language model of model_type "
+            f"{config.model_type!r}; choose a model that generates text"
+        )
+
+
+def class_of(config: Any) -> Any:
+    """The library's class of a configuration: the one that it names, else its causal language
+    model's."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    names = config.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    return getattr(transformers, names[0])
+
+
+def unmodified(config: Any, dtype: torch.dtype, device: str = "cpu") -> nn.Module:
+    """The library's model of a configuration, as it is, with random weights."""
+    from transformers import AutoModelForCausalLM
+
+    kind = class_of(config)
+    own = kind.config_class is type(config)
+    make = kind._from_config if own else AutoModelForCausalLM.from_config
+    with torch.device(device), _quiet():
+        model = make(config, attn_implementation="eager", dtype=dtype)
+    return model.eval()  # type: ignore[no-any-return]
 
 
 def canonical(config: Any) -> str:
@@ -69,10 +115,14 @@ def canonical(config: Any) -> str:
 
 def config_of(facts: CapturedFacts) -> Any:
     """The library's configuration object of a captured model."""
+    return make_config(json.loads(facts.config))
+
+
+def make_config(values: Mapping[str, Any]) -> Any:
+    """The library's configuration object of what ``canonical`` wrote."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    values = json.loads(facts.config)
-    return CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    return CONFIG_MAPPING[values["model_type"]].from_dict(dict(values))
 
 
 def build(facts: CapturedFacts, dtype: torch.dtype) -> nn.Module:

@@ -7,14 +7,18 @@ parts of one layer, whose weight is loaded where its parts lie: nothing is copie
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..experts import ExpertLinear
 from ..layers import Linear
+from ..quant.scheme import QuantKind
 from ..sharding import Part, ShardRule
+from .quantized.formats import OF_EXPERTS, is_experts, is_linear as is_linear, mergeable
 
 
 class Siblings:
@@ -54,11 +58,6 @@ class Siblings:
             if often[name] == 1 and owners[id(linear.weight)] == 1:
                 groups.setdefault((id(x), calls, linear.bias is None), []).append(name)
         return tuple(tuple(names) for names in groups.values() if len(names) > 1)
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer, and nothing that is derived from one."""
-    return type(module) is nn.Linear
 
 
 class _Shared:
@@ -105,20 +104,43 @@ class Sibling(nn.Module):
         return self.shared.part(self.place, x)
 
 
-def replace_linears(model: nn.Module, siblings: Sequence[Sequence[str]]) -> None:
+def replace_linears(
+    model: nn.Module,
+    siblings: Sequence[Sequence[str]],
+    formats: Mapping[str, QuantKind] = MappingProxyType({}),
+) -> None:
     """Put our layers in the place of the library's linear layers, but for the head, which may share
-    its weight with the embedding; those of a group of ``siblings`` become parts of one."""
+    its weight with the embedding; those of a group of ``siblings`` become parts of one where their
+    formats allow it.  Experts are replaced where they are quantized.
+
+    Args:
+        formats: how layers are quantized, see ``formats_of``.
+    """
     head = model.get_output_embeddings()  # type: ignore[operator]
-    for names in siblings:
+    for names in [part for group in siblings for part in mergeable(model, group, formats)]:
         linears = [model.get_submodule(name) for name in names]
         parent = model.get_submodule(names[0].rpartition(".")[0])
-        shared = _Shared(_like(linears), [int(one.out_features) for one in linears])  # type: ignore[arg-type]
+        kind = formats.get(names[0])
+        shared = _Shared(_like(linears, kind), [int(one.out_features) for one in linears])  # type: ignore[arg-type]
         parent.add_module("+".join(name.rpartition(".")[2] for name in names), shared.linear)
         for place, name in enumerate(names):
             _set(model, name, Sibling(shared, place))
     for name, module in list(model.named_modules()):
         if is_linear(module) and module is not head:
-            _set(model, name, _like([module]))
+            _set(model, name, _like([module], formats.get(name)))
+        elif is_experts(module):
+            for kind in OF_EXPERTS:
+                if f"{name}.{kind}" in formats:
+                    _replace_experts(module, kind, formats[f"{name}.{kind}"])
+
+
+def _replace_experts(module: Any, name: str, kind: QuantKind) -> None:
+    count, rows, columns = getattr(module, name).shape
+    if module.is_transposed:
+        rows, columns = columns, rows
+    rule = ShardRule(0, (Part("", rows, 1),), split=False)
+    delattr(module, name)
+    setattr(module, name, ExpertLinear(count, Linear(columns, rows, rule, False, kind)))
 
 
 def _set(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -126,11 +148,11 @@ def _set(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), last, module)
 
 
-def _like(linears: Sequence[Any]) -> Linear:
+def _like(linears: Sequence[Any], quant: QuantKind | None) -> Linear:
     first, rows = linears[0], sum(one.out_features for one in linears)
     rule = ShardRule(0, (Part("", rows, 1),), split=False)
-    made = Linear(first.in_features, rows, rule, bias=first.bias is not None)
-    for kind in ("weight", "bias"):
+    made = Linear(first.in_features, rows, rule, first.bias is not None, quant)
+    for kind in ("bias",) if quant else ("weight", "bias"):
         if (tensor := getattr(made, kind)) is not None:
             tensor.data = torch.empty_like(tensor, dtype=getattr(first, kind).dtype)
     made.in_features, made.out_features = first.in_features, rows

@@ -10,12 +10,15 @@ from torch import Tensor, nn
 
 from ... import ops
 from ..attention import AttentionInputs
+from ..experts import ExpertLinear
 from ..layers import Linear
+from ..quant.quantize import DUMMY_INPUT_SCALE, quantize_into
 from ..spec import ModelSpec
 from .facts import CapturedFacts
 from .interfaces import Attend, PagedAttention, Positions, attending, no_cache
 from .library import build
 from .linears import replace_linears, tensors_of
+from .quantized.formats import formats_of, is_experts
 
 
 class CapturedModel(nn.Module):
@@ -32,7 +35,7 @@ class CapturedModel(nn.Module):
         self.spec = spec
         self.facts: CapturedFacts = spec.captured
         self.library = build(self.facts, spec.dtype)
-        replace_linears(self.library, self.facts.siblings)
+        replace_linears(self.library, self.facts.siblings, formats_of(spec))
 
     def gathered(self) -> list[Tensor]:
         """The tensors of which a step reads a few rows alone."""
@@ -108,16 +111,32 @@ def position_arguments(model: nn.Module, positions: Tensor) -> dict[str, Tensor]
 
 def fill_captured(model: CapturedModel, seed: int) -> None:
     """Random weights, on the parameters' device: the library's own initialization, and for linear
-    layers a normal distribution with standard deviation 0.02."""
+    layers a normal distribution with standard deviation 0.02, which is quantized where they are."""
     device = next(model.parameters()).device
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
         torch.manual_seed(seed)
         for held in [*model.modules(), *model.parameters(), *model.buffers()]:
             held.__dict__.pop("_is_hf_initialized", None)  # marks what it passes over
+        for module in filter(is_experts, model.modules()):
+            if any(isinstance(child, ExpertLinear) for child in module.children()):
+                module._is_hf_initialized = True  # type: ignore[assignment]
+                for tensor in module.parameters(recurse=False):
+                    tensor.zero_()
         model.library.initialize_weights()  # type: ignore[operator]
         for module in model.modules():
-            if isinstance(module, Linear):
-                module.weight.normal_(0.0, 0.02)
-                if module.bias is not None:
-                    module.bias.zero_()
+            if isinstance(module, Linear | ExpertLinear):
+                _fill(module, model.spec.dtype)
+
+
+def _fill(layer: Linear | ExpertLinear, dtype: torch.dtype) -> None:
+    for share in layer.shares():
+        numbers = share.weight
+        if share.quant is not None:
+            numbers = torch.empty(share.shape, dtype=dtype, device=share.weight.device)
+        numbers.normal_(0.0, 0.02)
+        quantize_into(share, numbers)
+    if layer.quant is not None and layer.quant.static:
+        layer.input_scale.fill_(DUMMY_INPUT_SCALE)
+    if isinstance(layer, Linear) and layer.bias is not None:
+        layer.bias.zero_()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,15 +18,16 @@ from torch._subclasses.fake_tensor import (
 
 from ...config import UserError
 from ...config.rope import RopeParameters
-from ..checkpoint import read_headers
+from ..checkpoint import TensorInfo, read_headers
 from ..hf_json import HfConfig
-from ..spec import ModelSpec
-from .checkpoint_map import untie
+from ..spec import ModelSpec, check_blocks
 from .facts import AttentionFacts, CapturedFacts
 from .interfaces import Recorder, Refused
 from .library import build, canonical, first_line, read_config, version
 from .linears import Siblings
 from .model import run
+from .quantized.formats import checkpoint_scheme, linears_of
+from .text_decoder import stored_model, text_config
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NUM_TOKENS = 37
@@ -39,27 +41,30 @@ def captured_spec(config: HfConfig, architecture: str) -> ModelSpec:
             what, and where.
     """
     path, values = config.path, config.values
-    if values.get("quantization_config"):
-        raise UserError(
-            f"{path}: {architecture!r} is quantized (quantization_config), which is read only for "
-            "architectures with an adapter yet; use the model's unquantized weights"
-        )
     read = read_config(path, values, architecture)
-    return spec_of(read, str(path), architecture, path.parent)
+    found = found_in(path.parent)
+    spec = spec_of(read, str(path), architecture, found)
+    quant = checkpoint_scheme(config, spec, found)
+    check_blocks(path, spec, quant)
+    return replace(spec, quant=quant)
 
 
-def spec_of(read: Any, what: str, architecture: str, folder: Path | None = None) -> ModelSpec:
+def spec_of(
+    read: Any, what: str, architecture: str, found: Mapping[str, TensorInfo] = MappingProxyType({})
+) -> ModelSpec:
     """The spec of a configuration of the library; errors are those of ``captured_spec``.
 
     Args:
-        folder: where the checkpoint is, if there is one, which may have tied weights apart.
+        found: the tensors of the checkpoint, if there is one, which may have tied weights apart.
     """
     what = f"{what}: {architecture!r}"
-    dtype_name = _dtype_name(read)
-    text = canonical(read)
-    facts = CapturedFacts(text, version())
-    notes = {} if folder is None else _untied(facts, folder)
-    facts, vocab_size = probe(replace(facts, untied=tuple(notes)), dtype_name, what)
+    whole, read = read, text_config(read)
+    dtype_name = _dtype_name(read) or _first_dtype(found) or "float32"
+    facts = CapturedFacts(canonical(read), version())
+    if read is not whole:
+        facts = replace(facts, whole=canonical(whole))
+    notes = _notes(facts, found)
+    facts, vocab_size = probe(replace(facts, untied=tuple(filter(None, notes))), dtype_name, what)
     calls = facts.attention
     shape = read.get_text_config(decoder=True)
     first = calls[0]
@@ -84,7 +89,7 @@ def spec_of(read: Any, what: str, architecture: str, folder: Path | None = None)
         sliding_windows=tuple(call.reach for call in calls),
         dtype_name=dtype_name,
         captured=facts,
-        notes=tuple(notes.values()),
+        notes=tuple(filter(None, notes.values())),
     )
 
 
@@ -126,7 +131,14 @@ def probe(facts: CapturedFacts, dtype_name: str, what: str) -> tuple[CapturedFac
         )
     calls = tuple(recorder.calls)
     layers, kinds = _layers(model, calls)
-    seen = replace(facts, attention=calls, layers=layers, kinds=kinds, siblings=siblings.found())
+    seen = replace(
+        facts,
+        attention=calls,
+        layers=layers,
+        kinds=kinds,
+        siblings=siblings.found(),
+        linears=linears_of(model),
+    )
     return seen, int(logits.shape[-1])
 
 
@@ -185,20 +197,35 @@ def why(error: BaseException) -> str:
     return first_line(error)
 
 
-def _untied(facts: CapturedFacts, folder: Path) -> dict[str, str]:
-    """``untie`` by a folder's checkpoint.  Without a readable one nothing is apart: the loader
-    refuses that, if weights are read at all."""
+def _notes(facts: CapturedFacts, found: Mapping[str, TensorInfo]) -> dict[str, str]:
+    """Notes on a folder's checkpoint, by the names of parameters that it has apart, and "" for what
+    it leaves out.  Without a readable one there are none: the loader refuses that, if weights are
+    read at all."""
+    if not found:
+        return {}
+    stored = stored_model(facts, torch.float32)
+    return {**stored.untie(found), "": stored.left_out(found)}
+
+
+def _first_dtype(found: Mapping[str, TensorInfo]) -> str | None:
+    """The dtype of the first floating-point tensor by name that is not FP8."""
+    names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+    return next((names[found[n].dtype] for n in sorted(found) if found[n].dtype in names), None)
+
+
+def found_in(folder: Path) -> dict[str, TensorInfo]:
+    """The tensors of a folder's checkpoint; none where there is no readable one."""
     try:
-        found = read_headers(folder)
+        return read_headers(folder)
     except UserError:
         return {}
-    return untie(build(facts, torch.float32), found)
 
 
 def _dtype_name(config: Any) -> str:
+    """What a configuration states; "" for nothing."""
     dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     name = str(dtype).removeprefix("torch.")
-    return name if name in _DTYPES else "float32"
+    return name if name in _DTYPES else ""
 
 
 def _number(config: Any, name: str) -> int | None:

@@ -134,6 +134,7 @@ def _scaled(config: Any, chosen: Chosen, widths: Mapping[int, int] | None = None
     }
     names |= {_PER_LAYER: _PER_LAYER}
     twin = type(config)(**{names[name]: value for name, value in scaled.items() if name in names})
+    twin.architectures = config.architectures
     for name, value in scaled.items():
         if name not in vars(twin) and name != _PER_LAYER:
             setattr(twin, name, value)

@@ -21,7 +21,6 @@ from ...config.errors import UserError
 from ..checkpoint import read_headers
 from ..hf_json import HfConfig, read_json
 from ..spec import ModelSpec
-from .checkpoint_map import moves_of, tied_tensors
 from .described import (
     BUFFERS,
     MODEL,
@@ -33,12 +32,12 @@ from .described import (
     described_folder,
     raw_headers,
 )
-from .library import build
 from .linears import Sibling
 from .model import CapturedModel
 from .moves import Move
 from .read import captured_spec
 from .stored_moves import dump_moves, load_moves
+from .text_decoder import stored_model
 
 _LIBRARY = "library."
 
@@ -176,13 +175,13 @@ def describe(spec: ModelSpec, folder: Path) -> dict[str, bytes]:
     config = HfConfig(folder / "config.json", read_json(folder / "config.json"))
     found = read_headers(folder)
     stated = captured_spec(config, spec.architecture)
-    library = build(spec.captured, spec.dtype)
-    moves = dump_moves(moves_of(library, found), found)
+    stored = stored_model(spec.captured, spec.dtype)
+    moves = dump_moves(stored.moves(found), found)
     if spec.captured.untied:
-        library = build(replace(spec.captured, untied=()), spec.dtype)
+        stored = stored_model(replace(spec.captured, untied=()), spec.dtype)
     tied = tuple(
         Tied(one.name, other.name, name not in spec.captured.untied)
-        for name, _, one, other in tied_tensors(library, found)
+        for name, _, one, other in stored.tied(found)
         if one and other
     )
     values: dict[str, Tensor] = {}

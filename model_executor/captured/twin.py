@@ -7,6 +7,7 @@ the whole sequence.  A mask, scale, window, offset or order that is wrong shows 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,12 +21,13 @@ from ..attention import AttentionInputs, CacheInputs
 from ..kv_cache import allocate_kv_caches
 from ..loader import materialize
 from ..spec import ModelSpec
-from .library import first_line
+from .library import first_line, unmodified
 from .linears import tensors_of
 from .model import CapturedModel, position_arguments
 from .random_weights import randomize
 from .read import spec_of
 from .shrink import shrunk
+from .text_decoder import stored_model
 
 Step: TypeAlias = Callable[[Tensor, Tensor, AttentionInputs, list[Tensor]], Tensor]
 """Computes a step: (ids, positions, attention, KV caches) -> logits, as ``CapturedModel`` does."""
@@ -36,6 +38,7 @@ much, since weights are drawn so wide."""
 LENGTHS = (44, 1, 21, 9, 33)
 """Tokens of each sequence; windows and chunks of a twin are much shorter."""
 _BLOCK, _CHUNK = 8, 13
+_PLACEHOLDER = re.compile(r"_token_(id|index)$")
 
 
 class ProofError(RuntimeError):
@@ -66,27 +69,24 @@ def make_twin(config: Any, what: str) -> Twin:
     Raises:
         UserError: there is none, or the engine lacks what it needs; says what.
     """
-    from transformers import AutoModelForCausalLM
-
     try:
         small = shrunk(config)
         small.dtype = "float32"
-        unmodified = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            small, attn_implementation="eager", dtype=torch.float32
-        ).eval()
+        module: Any = unmodified(small, torch.float32)
     except Exception as error:
         raise UserError(
             f"{what}: no small model of its kind can be made: {first_line(error)}"
         ) from error
-    randomize(unmodified)
-    spec = spec_of(small, what, type(unmodified).__name__)
+    randomize(module)
+    spec = spec_of(small, what, type(module).__name__)
     ours = CapturedModel(spec)
     materialize(ours, None, "cpu")
-    theirs = tensors_of(unmodified)
+    theirs, names = tensors_of(module), stored_model(ours.facts, torch.float32).names
+    in_whole = {own: name for name, own in names.items()}
     with torch.no_grad():
         for name, tensor in tensors_of(ours.library).items():
-            tensor.copy_(theirs[name])
-    return Twin(spec, ours.eval(), unmodified)
+            tensor.copy_(theirs[in_whole.get(name, name)])
+    return Twin(spec, ours.eval(), module)
 
 
 @torch.inference_mode()
@@ -104,7 +104,8 @@ def _compare(twin: Twin, step: Step, what: str, lengths: Sequence[int]) -> Agree
     spec = twin.spec
     vocab = twin.unmodified.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     generator = torch.Generator().manual_seed(5)
-    sequences = [torch.randint(3, vocab, (n,), generator=generator) for n in lengths]
+    words = torch.tensor(sorted({*range(3, vocab)} - _placeholders(twin.unmodified.config)))
+    sequences = [words[torch.randint(len(words), (n,), generator=generator)] for n in lengths]
     expected = [_unmodified(twin, ids) for ids in sequences]
     blocks = [-(-n // _BLOCK) for n in lengths]
     caches = allocate_kv_caches(
@@ -125,6 +126,14 @@ def _compare(twin: Twin, step: Step, what: str, lengths: Sequence[int]) -> Agree
                 )
             worst, tokens = max(worst, error), tokens + 1
     return Agreement(worst, tokens, spec.num_layers)
+
+
+def _placeholders(config: Any) -> set[int]:
+    """The tokens that stand for images and other things than text, if there are any."""
+    if config.get_text_config(decoder=True) is config:
+        return set()
+    ids = (value for name, value in vars(config).items() if _PLACEHOLDER.search(name))
+    return {value for value in ids if isinstance(value, int)}
 
 
 @contextmanager
@@ -198,6 +207,9 @@ def _step_inputs(
 
 def _first_difference(twin: Twin, ids: Tensor) -> str:
     """Where a whole sequence in one step first differs, module by module."""
+    if twin.ours.facts.whole:
+        names = (type(module).__name__ for module in (twin.ours.library, twin.unmodified))
+        return "its text decoder {} does not compute alone what {} does".format(*names)
     seen: list[dict[str, Tensor]] = []
     for model in (twin.unmodified, twin.ours.library):
         outputs: dict[str, Tensor] = {}

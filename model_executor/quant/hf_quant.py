@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ...config.errors import UserError
 from ...config.weight_format import STORED_FORMATS
@@ -44,6 +45,39 @@ def read_quantization(
     Raises:
         UserError: in another way than is supported, or not alike where it must be.
     """
+    if (method := _method(config)) is None:
+        return None
+    kind, quantized = method
+    parts = quantized((name, target.module) for name, target in names)
+    every = (*LINEARS, *MOE_LINEARS)
+    unquantized = tuple(
+        tuple(n for n in every if parts.get(f"layers.{layer}.{n}") is False)
+        for layer in range(num_layers)
+    )
+    return QuantScheme(kind, unquantized, online=False)
+
+
+def read_captured_quantization(
+    config: HfConfig, names: Callable[[], Iterable[tuple[str, str]]], num_layers: int
+) -> QuantScheme | None:
+    """The same for a captured model; errors are those of ``read_quantization``.
+
+    Args:
+        names: gives checkpoint names of modules, and the linear layer of ``ModelSpec.linears`` that
+            each is a part of.
+    """
+    if (method := _method(config)) is None:
+        return None
+    kind, quantized = method
+    left = tuple(linear for linear, is_quantized in quantized(names()).items() if not is_quantized)
+    return QuantScheme(kind, (left,) * num_layers, online=False)
+
+
+_ByModule: TypeAlias = Callable[[Iterable[tuple[str, str]]], dict[str, bool]]
+"""Whether each module is quantized, of (checkpoint name, module of which it is a part)."""
+
+
+def _method(config: HfConfig) -> tuple[QuantKind, _ByModule] | None:
     section = config.section("quantization_config")
     beside = config.path.parent / _MODELOPT_FILE
     if section is None and not beside.is_file():
@@ -56,7 +90,7 @@ def read_quantization(
         section = _modelopt_section(beside)
     assert section is not None
     kind, quantizes = _METHODS[method](section)
-    return QuantScheme(kind, _unquantized(section, names, num_layers, quantizes), online=False)
+    return kind, partial(_quantized, section, quantizes)
 
 
 def _fp8(section: HfConfig) -> tuple[QuantKind, Callable[[str], bool]]:
@@ -180,25 +214,17 @@ def _pattern(section: HfConfig, field: str, pattern: str) -> Callable[[str], boo
     return lambda name: f".{pattern}." in f".{name}."
 
 
-def _unquantized(
-    section: HfConfig,
-    names: Iterable[tuple[str, ModulePart]],
-    num_layers: int,
-    quantizes: Callable[[str], bool],
-) -> tuple[tuple[str, ...], ...]:
-    """For each layer, the linears of which no part is quantized."""
+def _quantized(
+    section: HfConfig, quantizes: Callable[[str], bool], names: Iterable[tuple[str, str]]
+) -> dict[str, bool]:
     parts: dict[str, dict[str, bool]] = {}
-    for name, target in names:
-        parts.setdefault(target.module, {})[name] = quantizes(name)
-    for module in parts.values():
-        if len(set(module.values())) > 1:
-            left = [name for name, is_quantized in module.items() if not is_quantized]
+    for name, module in names:
+        parts.setdefault(module, {})[name] = quantizes(name)
+    for of_module in parts.values():
+        if len(set(of_module.values())) > 1:
+            left = [name for name, is_quantized in of_module.items() if not is_quantized]
             raise UserError(
                 f"{section.path}: {section.prefix}* leaves {', '.join(left)} unquantized; expected "
-                f"all or none of {', '.join(module)}, which are one matrix here"
+                f"all or none of {', '.join(of_module)}, which are one matrix here"
             )
-    every = (*LINEARS, *MOE_LINEARS)
-    return tuple(
-        tuple(n for n in every if not all(parts.get(f"layers.{layer}.{n}", {}).values()))
-        for layer in range(num_layers)
-    )
+    return {module: all(of_module.values()) for module, of_module in parts.items()}

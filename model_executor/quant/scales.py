@@ -22,8 +22,8 @@ from .scheme import BLOCK, QuantFormat
 
 Index: TypeAlias = tuple[slice, ...]
 _ALL: Index = (slice(None), slice(None))
-_WEIGHT_SCALES = ("weight_scale", "weight_scale_inv")
-_INPUT_SCALES = ("input_scale", "activation_scale")
+WEIGHT_SCALES = ("weight_scale", "weight_scale_inv")
+INPUT_SCALES = ("input_scale", "activation_scale")
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def scale_slots(
             continue  # the scales of stored formats are read like weights
         if layer.quant.static:
             own = f"weight_scale{target.share}"
-            for buffer, kinds in ((own, _WEIGHT_SCALES), ("input_scale", _INPUT_SCALES)):
+            for buffer, kinds in ((own, WEIGHT_SCALES), ("input_scale", INPUT_SCALES)):
                 yield ScaleSlot(
                     tuple(f"{name}.{kind}" for kind in kinds),
                     f"{name}.weight",
@@ -119,7 +119,7 @@ def _weight_slot(
     shape[rule.dim] = next(part.size for part in rule.parts if part.name == target.part)
     place = rule.place(target.part, rank, world)
     return ScaleSlot(
-        tuple(f"{name}.{kind}" for kind in _WEIGHT_SCALES),
+        tuple(f"{name}.{kind}" for kind in WEIGHT_SCALES),
         f"{name}.weight",
         f"{target.module}.weight_scale{target.share}",
         (shape[0], shape[1]),
@@ -176,7 +176,7 @@ def find_scales(slots: Iterable[ScaleSlot], found: Mapping[str, TensorInfo]) -> 
         if info is None:
             absent.append(slot)
             continue
-        _check(info, slot)
+        check_scale(info, slot.shape, per_block=slot.per_block)
         reads.append(ScaleRead(info, slot))
     some_kv = any(read.slot.optional for read in reads)
     for slot in absent:
@@ -189,10 +189,15 @@ def find_scales(slots: Iterable[ScaleSlot], found: Mapping[str, TensorInfo]) -> 
     return sorted(reads, key=lambda read: read.source.file)
 
 
-def _check(info: TensorInfo, slot: ScaleSlot) -> None:
-    rows, columns = slot.shape
-    allowed: list[Sequence[int]] = [slot.shape]
-    if not slot.per_block:
+def check_scale(info: TensorInfo, shape: tuple[int, int], *, per_block: bool) -> None:
+    """Check the scales of a weight, ``shape`` of them; unless ``per_block``, one may stand for all.
+
+    Raises:
+        UserError: they have another shape or type.
+    """
+    rows, columns = shape
+    allowed: list[Sequence[int]] = [shape]
+    if not per_block:
         allowed += [(max(rows, columns),), (), (1,), (1, 1)]
     if info.shape not in allowed:
         expected = dict.fromkeys(str(list(shape)) for shape in allowed)
@@ -224,7 +229,7 @@ def read_scales(
         with open_checkpoint_file(file) as opened, torch.no_grad():
             for read in of_file:
                 slot = read.slot
-                scale = _positive(opened.get_tensor(read.source.name).float(), read.source)
+                scale = positive(opened.get_tensor(read.source.name).float(), read.source)
                 scale = scale.view(slot.shape if scale.numel() > 1 else (1, 1)).expand(slot.shape)
                 dest = buffers[slot.buffer][slot.dest]
                 part = scale[slot.source].to(dest.device)
@@ -238,7 +243,12 @@ def read_scales(
     }
 
 
-def _positive(scale: Tensor, info: TensorInfo) -> Tensor:
+def positive(scale: Tensor, info: TensorInfo) -> Tensor:
+    """The scales of a tensor.
+
+    Raises:
+        UserError: one is not a positive number.
+    """
     bad = ~((scale > 0) & scale.isfinite())
     if bad.any():
         raise UserError(

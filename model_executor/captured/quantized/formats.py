@@ -1,0 +1,112 @@
+"""Which layers of a library's model can be quantized, and how a checkpoint has them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ....config.weight_format import StoredFormat
+from ...checkpoint import TensorInfo
+from ...hf_json import HfConfig
+from ...quant.hf_quant import read_captured_quantization
+from ...quant.scheme import FORMATS, QuantKind, QuantScheme
+from ...spec import ModelSpec
+from ..facts import LinearFacts
+from ..text_decoder import stored_model
+from .stored import one_tensor_a_weight
+
+OF_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
+"""What the library's experts interface calls the weights of all experts."""
+_NUM_EXPERTS = re.compile(r"experts$")
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer, and nothing that is derived from one."""
+    return type(module) is nn.Linear
+
+
+def linears_of(model: Any) -> tuple[LinearFacts, ...]:
+    """The layers of a ``PreTrainedModel`` that can be quantized: linear ones but for the head and
+    routers, and experts."""
+    head = model.get_output_embeddings()
+    routed = set(_expert_counts(model.config))
+    found = []
+    for name, module in model.named_modules():
+        if is_linear(module):
+            if module is not head and module.out_features not in routed | {1}:
+                found.append(LinearFacts(name, module.out_features, module.in_features))
+        elif is_experts(module):
+            for kind in filter(module._parameters.__contains__, OF_EXPERTS):
+                count, *sizes = getattr(module, kind).shape
+                rows, columns = reversed(sizes) if module.is_transposed else sizes
+                found.append(LinearFacts(f"{name}.{kind}", rows, columns, count))
+    return tuple(found)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module goes through the library's experts interface."""
+    return all(hasattr(module, flag) for flag in ("is_transposed", "has_gate", "has_bias"))
+
+
+def _expert_counts(config: Any) -> Iterator[int]:
+    for inner in {id(c): c for c in (config, config.get_text_config(decoder=True))}.values():
+        for name, value in vars(inner).items():
+            if _NUM_EXPERTS.search(name) and isinstance(value, int):
+                yield value
+
+
+def parameter_of(linear: LinearFacts) -> str:
+    """The name of a layer's weight in the library's model."""
+    return linear.name if linear.experts else f"{linear.name}.weight"
+
+
+def formats_of(spec: ModelSpec) -> dict[str, QuantKind]:
+    """The kind of every layer that is quantized, by its name."""
+    kinds = {linear: spec.quant_of(0, linear) for linear in spec.linears}
+    return {linear: kind for linear, kind in kinds.items() if kind}
+
+
+def mergeable(
+    model: nn.Module, siblings: Sequence[str], formats: Mapping[str, QuantKind]
+) -> list[list[str]]:
+    """Siblings as groups that can be one layer each: those of one format, if every one begins at a
+    whole unit of it."""
+    groups: dict[str | None, list[str]] = {}
+    for name in siblings:
+        groups.setdefault(formats.get(name), []).append(name)
+    merged = []
+    for kind, names in groups.items():
+        form = FORMATS[kind] if kind else None
+        unit = form.step(0) if isinstance(form, StoredFormat) else form.rows if form else 1
+        rows = [int(model.get_submodule(name).out_features) for name in names]  # type: ignore[arg-type]
+        if len(names) > 1 and not any(size % max(1, unit) for size in rows[:-1]):
+            merged.append(names)
+    return merged
+
+
+def checkpoint_scheme(
+    config: HfConfig, spec: ModelSpec, found: Mapping[str, TensorInfo]
+) -> QuantScheme | None:
+    """How a folder's checkpoint is quantized; None: not at all.
+
+    Args:
+        found: the checkpoint's tensors, whose names the config's lists use; where there are none,
+            the lists are taken to use the library's names.
+
+    Raises:
+        UserError: as ``read_quantization``, or the sizes of a layer do not fit.
+    """
+
+    def names() -> Iterator[tuple[str, str]]:
+        assert spec.captured is not None
+        stored = stored_model(spec.captured, spec.dtype) if found else None
+        sources = stored.sources(one_tensor_a_weight(found).tensors) if stored else {}
+        for linear in spec.captured.linears:
+            parameter = parameter_of(linear)
+            for name in sources.get(parameter, (parameter,)):
+                yield name.removesuffix(".weight"), linear.name
+
+    return read_captured_quantization(config, names, spec.num_layers)

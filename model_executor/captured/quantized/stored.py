@@ -1,0 +1,111 @@
+"""Gathers the tensors that a checkpoint has for one quantized weight.
+
+Renamings and conversions of the library know names of weights alone.  They see one tensor for each
+weight, of the shape of its numbers; its scales and zero points go where it goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from ....config.errors import UserError
+from ....config.weight_format import STORED_FORMATS, StoredFormat, StoredTensor
+from ...checkpoint import F8_E4M3, TensorInfo
+from ...quant.scales import INPUT_SCALES, WEIGHT_SCALES
+
+_KINDS = {"weight_scale": WEIGHT_SCALES, "input_scale": INPUT_SCALES}
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A checkpoint with one tensor for each weight.
+
+    Attributes:
+        tensors: by name; that of a weight in an admitted format has the format's name as its type.
+        parts: of each quantized weight, by its name, the tensors by their kind in a layer.
+    """
+
+    tensors: dict[str, TensorInfo]
+    parts: dict[str, dict[str, TensorInfo]]
+
+
+def one_tensor_a_weight(found: Mapping[str, TensorInfo]) -> Gathered:
+    """Gather the tensors of FP8 weights and of weights in admitted formats, known by their types
+    and names."""
+    tensors, parts = dict(found), dict[str, dict[str, TensorInfo]]()
+    modules: dict[str, dict[str, TensorInfo]] = {}
+    for name, info in found.items():
+        module, _, suffix = name.rpartition(".")
+        modules.setdefault(module, {})[suffix] = info
+    for module, of_module in modules.items():
+        name, weight = f"{module}.weight", of_module.get("weight")
+        if weight is not None and weight.dtype == F8_E4M3:
+            there = {"weight": weight, **dict(_named(of_module, _KINDS))}
+            logical = weight
+        elif (form := _form_of(of_module)) is not None:
+            there = dict(_named(of_module, {k: t.suffixes for k, t in form.tensors.items()}))
+            logical = _numbers(name, form, there["weight"])
+            for suffix in form.ignored:
+                tensors.pop(f"{module}.{suffix}", None)
+        else:
+            continue
+        for part in there.values():
+            del tensors[part.name]
+        tensors[name], parts[name] = logical, there
+    return Gathered(tensors, parts)
+
+
+def _named(
+    there: Mapping[str, TensorInfo], kinds: Mapping[str, tuple[str, ...]]
+) -> Iterator[tuple[str, TensorInfo]]:
+    for kind, suffixes in kinds.items():
+        if suffix := next(filter(there.__contains__, suffixes), ""):
+            yield kind, there[suffix]
+
+
+def _form_of(there: Mapping[str, TensorInfo]) -> StoredFormat | None:
+    for form in STORED_FORMATS.values():
+        named = dict(_named(there, {kind: t.suffixes for kind, t in form.tensors.items()}))
+        if named.keys() == form.tensors.keys() and all(
+            info.dtype == type_of(form.tensors[kind]) for kind, info in named.items()
+        ):
+            return form
+    return None
+
+
+def type_of(tensor: StoredTensor) -> str:
+    """What safetensors calls the type of a format's tensor."""
+    return _TYPES[tensor.dtype]
+
+
+_TYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float8_e4m3fn": F8_E4M3,
+    "float8_e8m0fnu": "F8_E8M0",
+    "int8": "I8",
+    "uint8": "U8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+}
+
+
+def _numbers(name: str, form: StoredFormat, weight: TensorInfo) -> TensorInfo:
+    """The tensor of a stored weight's numbers.
+
+    Raises:
+        UserError: the weight is no matrix.
+    """
+    if len(weight.shape) != 2:
+        raise UserError(
+            f"tensor {weight.name} in {weight.file} has shape {list(weight.shape)}, expected a "
+            f"matrix in the format {form.name!r}"
+        )
+    rows, columns = (
+        weight.shape[form.weight.dim(axis)] * form.weight.steps[axis] for axis in (0, 1)
+    )
+    return replace(weight, name=name, shape=(rows, columns), dtype=form.name)
