@@ -7,17 +7,24 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 
-_PUBLIC = {
-    "LLM": ".engine.llm",
-    "AsyncLLM": ".engine.async_llm",
-    "SamplingParams": ".engine.messages.sampling_params",
-    "RequestOutput": ".engine.frontend.outputs",
-    "EngineOptions": ".config",
+_MODULES = {
+    ".engine.llm": "LLM",
+    ".engine.async_llm": "AsyncLLM",
+    ".engine.engine_args": "EngineArgs AsyncEngineArgs",
+    ".engine.beam_search": "BeamSearchParams BeamSearchOutput BeamSearchSequence",
+    ".engine.messages.sampling_params": "SamplingParams StructuredOutputsParams RequestOutputKind",
+    ".engine.frontend.inputs": "TextPrompt TokensPrompt",
+    ".engine.frontend.outputs": "RequestOutput CompletionOutput Logprob",
+    ".config": "EngineOptions",
 }
-__all__ = [*_PUBLIC, "__version__"]
+_PUBLIC = {name: module for module, names in _MODULES.items() for name in names.split()}
+_OTHER_NAMES = {"AsyncLLMEngine": "AsyncLLM", "GuidedDecodingParams": "StructuredOutputsParams"}
+"""What vLLM calls it too."""
+__all__ = [*_PUBLIC, *_OTHER_NAMES, "__version__"]
 
 
 def __getattr__(name: str) -> object:
-    if name in _PUBLIC:
-        return getattr(import_module(_PUBLIC[name], __name__), name)
+    ours = _OTHER_NAMES.get(name, name)
+    if ours in _PUBLIC:
+        return getattr(import_module(_PUBLIC[ours], __name__), ours)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,6 +11,13 @@ from .option_types import typed
 SERVER_MIXED_TOKENS = 256
 """``max_num_mixed_tokens`` of a server."""
 
+SYNONYMS: dict[str, dict[str, str]] = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "generation_config": {"vllm": "none"},
+    "model_impl": {"vllm": "adapter"},
+}
+"""Option -> other words for its values, which scripts for vLLM have."""
+
 
 def _option(
     default: Any,
@@ -39,6 +46,9 @@ class EngineOptions:
     )
     tokenizer: str | None = _option(
         None, "model", "folder or Hub name of tokenizer.json; the model's own if unset"
+    )
+    chat_template: str | None = _option(
+        None, "model", "file of a chat template, or its text, in place of the model's own"
     )
     generation_config: str = _option(
         "auto",
@@ -88,6 +98,9 @@ class EngineOptions:
         False, "model", "each rank holds whole experts, in place of a part of each"
     )
     seed: int = _option(0, "model", "of dummy weights and of requests without a seed")
+    max_logprobs: int = _option(
+        20, "model", "most log probabilities that a request may ask for a token; -1: all"
+    )
 
     optimization_level: int = _option(2, "compile", "0..3; see `fusewright explain --levels`")
     enforce_eager: bool = _option(False, "compile", "neither compile nor capture: the same as -O0")
@@ -222,6 +235,8 @@ class EngineOptions:
         for f in fields(self):
             value = getattr(self, f.name)
             if value is not f.default:
+                if f.name in SYNONYMS and isinstance(value, str):
+                    value = SYNONYMS[f.name].get(value, value)
                 object.__setattr__(self, f.name, typed(f.name, str(f.type), value))
 
 

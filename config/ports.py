@@ -1,61 +1,111 @@
-"""An ``LLM``'s keyword arguments as ``EngineOptions``, vLLM's dialect included: scripts that come
-from there give options that have nothing to decide here, and other names of dtypes."""
+"""vLLM's dialect: keywords of an ``LLM`` as ``EngineOptions``, and arguments that are not there, by
+the tables of ``vllm/``.  The command line reads its flags by the same functions."""
 
 from __future__ import annotations
 
 import difflib
+import json
+import logging
 import os
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
 from .errors import UserError
 from .options import EngineOptions
+from .vllm import CALLS, ENGINE, SAMPLING, Argument, Port
 
-_FIXED: dict[str, tuple[Any, str]] = {
-    "data_parallel_size": (
-        1,
-        "an engine is one replica; fusewright serve --data-parallel-size has several",
-    ),
-    "trust_remote_code": (False, "code that comes with a checkpoint is never run"),
-    "swap_space": (0, "KV blocks are not swapped to the CPU: what is preempted is computed anew"),
-    "cpu_offload_gb": (0, "weights stay on the device"),
-    "enable_lora": (False, "LoRA adapters are not served"),
-    "speculative_config": (None, "there is no speculative decoding"),
-    "tokenizer_mode": ("auto", "tokenizer.json is the only tokenizer"),
-}
-"""Option of vLLM -> the only value it can have here, and why."""
-
-_DTYPES = {"half": "float16", "float": "float32"}
+_log = logging.getLogger(__name__)
+_LEVELS = {"0": 0, "NONE": 0, "3": None, "VLLM_COMPILE": None}
+"""``mode`` of vLLM's ``compilation_config`` -> our level; None: the default one."""
+_COMPILED = ("cudagraph_mode", "cudagraph_capture_sizes")
 
 
-def engine_options(model: str, keywords: dict[str, Any]) -> EngineOptions:
-    """The options of ``LLM(model, **given)``.
+def engine_options(model: str, keywords: Mapping[str, Any]) -> EngineOptions:
+    """The options of ``LLM(model, **keywords)``.
 
     Raises:
         UserError: an option is unknown, of the wrong type, or asks for what is not there.
     """
-    keywords = dict(keywords)
-    if (revision := keywords.pop("revision", None)) is not None:
-        model = _at_revision(model, revision)
-    known = [f.name for f in fields(EngineOptions)]
+    known = {f.name: f for f in fields(EngineOptions)}
     options: dict[str, Any] = {}
     for name, value in keywords.items():
-        if name in _FIXED:
-            _check_fixed(name, value)
+        if name == "revision":
+            model = at_revision(model, value)
         elif name in known:
-            options[name] = value
+            if value is not None:  # vLLM's word for a default
+                options[name] = str(value).removeprefix("torch.") if name == "dtype" else value
+        elif name in ENGINE:
+            options |= ported(ENGINE[name], value)
         else:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {close[0]}?" if close else "see EngineOptions"
-            raise UserError(f"unknown option {name!r}: {hint}")
-    if "dtype" in options:
-        dtype = str(options["dtype"]).removeprefix("torch.")
-        options["dtype"] = _DTYPES.get(dtype, dtype)
+            raise unknown(f"unknown option {name!r}", name, known, "see EngineOptions")
     return EngineOptions(model=model, **options)
 
 
-def _at_revision(model: str, revision: object) -> str:
-    """``ORG/NAME@revision``, for vLLM's option of that name."""
+def ported(argument: Argument, value: Any) -> dict[str, Any]:
+    """Our keywords for an argument of vLLM's that is not one of ours.
+
+    Raises:
+        UserError: it asks for what is not there.
+    """
+    if value is not None and argument.name in _READERS:
+        return _READERS[argument.name](value)
+    if value is None or argument.asks_nothing(value):
+        return {}
+    if argument.port is Port.OTHER and argument.says.isidentifier():
+        return {argument.says: value}
+    if argument.port is Port.REFUSED:
+        raise UserError(f"{argument.name}={value!r}: {argument.says}")
+    _log.info("%s=%r has no effect: %s", argument.name, value, argument.says)
+    return {}
+
+
+def sampling_fields(given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    """The fields of ``SamplingParams(**given)``.
+
+    Raises:
+        UserError: one is unknown, or asks for what is not there.
+    """
+    known, taken = frozenset(known), dict[str, Any]()
+    for name, value in given.items():
+        if name in known:
+            taken[name] = value
+        elif name in SAMPLING:
+            taken |= ported(SAMPLING[name], value)
+        else:
+            raise unknown(f"SamplingParams: unknown field {name!r}", name, known)
+    return taken
+
+
+def check_call(call: str, given: Mapping[str, Any]) -> None:
+    """Refuse arguments of a call that ask for what is not there.
+
+    Raises:
+        UserError: one is unknown, or does.
+    """
+    for name, value in given.items():
+        if name not in CALLS:
+            raise unknown(f"{call}: unknown argument {name!r}", name, CALLS)
+        try:
+            ported(CALLS[name], value)
+        except UserError as error:
+            raise UserError(f"{call}: {error}") from error
+
+
+def unknown(what: str, name: str, known: Iterable[str], else_: str = "") -> UserError:
+    close = difflib.get_close_matches(name, [*known], 1)
+    hint = f"did you mean {close[0]}?" if close else else_ or f"known: {', '.join(known)}"
+    return UserError(f"{what}: {hint}")
+
+
+def at_revision(model: str, revision: object) -> str:
+    """``ORG/NAME@revision``, for vLLM's option of that name; the model itself if it is None.
+
+    Raises:
+        UserError: the model is none on the Hub, or the revision is no text.
+    """
+    if revision is None:
+        return model
     is_name = "/" in model and "@" not in model and not os.path.lexists(model)
     if not isinstance(revision, str) or not revision or not is_name:
         raise UserError(
@@ -65,7 +115,46 @@ def _at_revision(model: str, revision: object) -> str:
     return f"{model}@{revision}"
 
 
-def _check_fixed(name: str, value: Any) -> None:
-    only, why = _FIXED[name]
-    if value != only or isinstance(value, bool) != isinstance(only, bool):
-        raise UserError(f"{name}={value!r}: {why}; expected {only!r}, or leave it out")
+def _executor(backend: Any) -> dict[str, Any]:
+    if str(backend) in ("uni", "mp"):
+        return {}  # who starts the others is decided by how many there are
+    if backend == "ray":
+        return {"distributed_executor": backend}
+    raise UserError(
+        f"distributed_executor_backend={backend!r}: expected mp, uni or ray; under torchrun the "
+        "ranks find each other without it"
+    )
+
+
+def _compilation(config: Any) -> dict[str, Any]:
+    """What a level, or a dict or text of JSON with some of its fields, means here."""
+    if isinstance(config, str):
+        try:
+            config = json.loads(config)
+        except ValueError as error:
+            raise UserError(f"compilation_config={config!r}: not JSON: {error}") from None
+    if isinstance(config, int):
+        return {"optimization_level": config}
+    if not isinstance(config, Mapping):
+        raise UserError(
+            f"compilation_config is of type {type(config).__name__}: expected a level of 0 to 3, "
+            f"or a dict with {' or '.join(_COMPILED)}"
+        )
+    options: dict[str, Any] = {}
+    for name, value in config.items():
+        if name in _COMPILED:
+            options[name] = getattr(value, "name", value)  # of an Enum
+        elif name == "level":
+            options["optimization_level"] = value
+        elif name == "mode" and str(getattr(value, "name", value)) in _LEVELS:
+            level = _LEVELS[str(getattr(value, "name", value))]
+            options |= {} if level is None else {"optimization_level": level}
+        else:
+            raise UserError(
+                f"compilation_config: {name}={value!r} has no counterpart; {', '.join(_COMPILED)} "
+                "and level have; passes, kernels and require_fusion say what is compiled and fused"
+            )
+    return options
+
+
+_READERS = {"compilation_config": _compilation, "distributed_executor_backend": _executor}

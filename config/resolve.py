@@ -56,8 +56,6 @@ def resolve(options: EngineOptions, hardware: Hardware, limits: ModelLimits) -> 
         hardware=hardware,
         model=ModelConfig(
             path=options.model,
-            tokenizer=options.tokenizer or options.model,
-            generation_config=options.generation_config,
             load_format=options.load_format,
             max_model_len=max_model_len,
             seed=options.seed,

@@ -70,12 +70,6 @@ class ModelConfig:
     path: str = field(
         metadata=outside_key("the model's own fields are in the key, its place is not")
     )
-    tokenizer: str = field(
-        metadata=outside_key("text is turned to token ids outside of the program")
-    )
-    generation_config: str = field(
-        metadata=outside_key("how tokens are chosen is no part of the program")
-    )
     load_format: str = field(metadata=outside_key("values of weights never enter the code"))
     max_model_len: int = field(
         metadata=outside_key("block tables are of any width in compiled code")

@@ -12,18 +12,16 @@ from collections import deque
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import suppress
 from threading import Thread, current_thread
-from typing import TYPE_CHECKING
+from typing import Any
 
+from ..config.ports import check_call
 from .frontend.driver import Driver, Inbox
 from .frontend.gc_pause import gc_paused
 from .frontend.inputs import Prompt
 from .frontend.loop import CheckedRequest, EngineLoop
-from .frontend.outputs import RequestOutput
+from .frontend.outputs import Deltas, RequestOutput
 from .llm import EngineWrapper
-from .messages.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from .frontend.tokenizer import Tokenizer
+from .messages.sampling_params import RequestOutputKind, SamplingParams
 
 
 class AsyncLLM(EngineWrapper):
@@ -51,8 +49,10 @@ class AsyncLLM(EngineWrapper):
         *,
         priority: int = 0,
         final_only: bool = False,
+        **ported: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the output so far, whenever it has grown since the last was asked for.
+        """Yield the output so far, whenever it has grown since the last was asked for, or what
+        ``output_kind`` of the parameters says.
 
         Leaving the loop, or cancelling its task, aborts the request.
 
@@ -67,6 +67,9 @@ class AsyncLLM(EngineWrapper):
             EngineDeadError: the device is lost.
         """
         self.engine.check_open("AsyncLLM.generate")
+        check_call("AsyncLLM.generate", ported)
+        kind, deltas = self.engine.output_kind(sampling_params), Deltas()
+        final_only = final_only or kind is RequestOutputKind.FINAL_ONLY
         request = self.engine.check_request(
             prompt, sampling_params, request_id, final_only=final_only, priority=priority
         )
@@ -77,7 +80,7 @@ class AsyncLLM(EngineWrapper):
             while not finished:
                 output = await stream.next()
                 finished = output.finished
-                yield output
+                yield deltas.of(output) if kind is RequestOutputKind.DELTA else output
         finally:
             if not finished:
                 self._stepper.open.discard(stream)
@@ -87,13 +90,17 @@ class AsyncLLM(EngineWrapper):
         """End requests; what they have is their last output.  Ids that do not run are ignored."""
         self._driver.abort([request_id] if isinstance(request_id, str) else request_id)
 
-    async def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer: ``encode``, ``decode``, ``render_chat``.
+    async def get_tokenizer(self) -> Any:
+        """The model's tokenizer, as ``LLM.get_tokenizer`` gives it.
 
         Raises:
             UserError: the model's folder has none.
         """
-        return self.engine.inputs.require_tokenizer()
+        return self._tokenizer()
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; requests that run go on.  Returns True."""
+        return self._reset_prefix_cache()
 
     def close(self) -> None:
         """Free what the model holds on the device and end the thread.  Requests that run end with

@@ -23,7 +23,7 @@ from ..graph_capture import Graphs, MemoryReport
 from ..model_executor.expert_load import Load, describe_load, read_load
 from .core.loop import EngineCore, make_core
 from .frontend.generation_config import find_eos_token_ids, within_vocabulary
-from .frontend.inputs import input_processor
+from .frontend.inputs import input_processor, read_tokenizer
 from .frontend.loop import EngineLoop
 from .grammar.checks import GrammarChecks, grammar_setup
 from .grammar.matchers import Grammars
@@ -73,7 +73,8 @@ class Engine(EngineLoop):
                 others.take_gpu()
             hardware = hardware or detect_hardware(options.device)
             folder, spec, config = read_model(options, hardware, weights=True)
-            inputs = input_processor(config, spec.vocab_size)
+            sizes = (spec.vocab_size, config.model.max_model_len)
+            inputs = input_processor(options, *sizes, read_tokenizer(options))
             eos_token_ids = within_vocabulary(
                 find_eos_token_ids(folder, inputs.tokenizer, options.generation_config),
                 inputs.tokenizer,

@@ -11,31 +11,36 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Integral
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from ..config import UserError, collecting_rarely, engine_options
+from ..config.ports import check_call
+from ..config.vllm import CALLS, METHODS, Port
+from .beam_search import BeamSearchOutput, BeamSearchParams, search
 from .frontend.check import check_start
 from .frontend.driver import Inbox, driver_of
 from .frontend.gc_pause import gc_paused
 from .frontend.generation_config import describe_default_sampling
 from .frontend.inputs import Prompt, plain
 from .frontend.loop import CheckedRequest, EngineLoop
-from .frontend.outputs import RequestOutput
-from .messages.sampling_params import SamplingParams
+from .frontend.outputs import Deltas, RequestOutput
+from .frontend.tokenizer import library_tokenizer
+from .messages.sampling_params import RequestOutputKind, SamplingParams
 from .ranks.executor import started_ranks
 
 if TYPE_CHECKING:
+    from .core.loop import EngineCore
+    from .engine_args import EngineArgs
     from .frontend.chat_messages import Message
-    from .frontend.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 _LONGEST_PAUSE_S = 0.001
 """Longest time spent checking new requests between two steps, in seconds."""
 _QUEUED_AT_ONCE = 32
 """Requests that are queued between two steps, which takes about a millisecond."""
+_TOOLS = CALLS["tools"]
 _LISTS = ("tools", "documents")
 """Variables of templates that mean nothing when they are empty."""
-_REFUSED_BY_CHAT = ("chat_template", "continue_final_message", "lora_request")
 
 
 class EngineWrapper:
@@ -52,6 +57,25 @@ class EngineWrapper:
         wrapper = cls.__new__(cls)
         wrapper._attach(engine)
         return wrapper
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """An engine of vLLM's ``EngineArgs`` or ``AsyncEngineArgs``.
+
+        Raises:
+            UserError: as the constructor does.
+        """
+        return cls(**vars(engine_args))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Say of vLLM's methods that are not there what to use instead."""
+            method = METHODS.get(name)
+            says = "" if method is None else f"{name} is not there: {method.says}"
+            if method is not None and method.port is Port.OTHER:
+                says = f"{name} is called {method.says}"
+            raise AttributeError(f"{type(self).__name__}.{says or f'{name}: no such attribute'}")
 
     def _attach(self, engine: EngineLoop) -> None:
         self.engine = engine
@@ -73,13 +97,21 @@ class EngineWrapper:
         self.engine.check_open(f"{type(self).__name__}.report")
         return self._driver.call(self.engine.report)
 
+    def _reset_prefix_cache(self) -> bool:
+        self.engine.check_open(f"{type(self).__name__}.reset_prefix_cache")
+        return self._driver.call(cast("EngineCore", self.engine.core).reset_prefix_cache)
+
+    def _tokenizer(self) -> Any:
+        return library_tokenizer(self.engine.inputs.require_tokenizer())
+
 
 class LLM(EngineWrapper):
     """A loaded model that generates.
 
     ``LLM("abacus").generate("12+34=")``.  Options are those of ``EngineOptions``, and those of
-    vLLM that mean nothing here (``config/ports.py``).  Any number of threads may call one ``LLM``:
-    their requests are batched together.  ``close``, or leaving a ``with`` block, frees its memory.
+    vLLM, each of which says what becomes of it (``config/vllm/``).  Any number of threads may call
+    one ``LLM``: their requests are batched together.  ``close``, or leaving a ``with`` block, frees
+    its memory.
 
     Args:
         disable_log_stats: no line of throughput and KV cache use in the log (``fusewright``, INFO)
@@ -96,6 +128,7 @@ class LLM(EngineWrapper):
         use_tqdm: bool = True,
         *,
         priority: Sequence[int] | None = None,
+        **ported: Any,
     ) -> list[RequestOutput]:
         """Generate for every prompt, batched; the results are in the order of the prompts.
 
@@ -105,11 +138,13 @@ class LLM(EngineWrapper):
                 ``generation_config.json`` recommends.
             use_tqdm: show a progress bar on stderr.
             priority: one for each prompt, lower first; under ``scheduling_policy="priority"``.
+            ported: arguments of vLLM's that ask for nothing, such as ``lora_request=None``.
 
         Raises:
             UserError: a prompt or its parameters are bad; nothing is generated then.
         """
         self.engine.check_open("LLM.generate")
+        check_call("LLM.generate", ported)
         batch = _prompt_list(prompts)
         every = zip(
             batch,
@@ -150,20 +185,23 @@ class LLM(EngineWrapper):
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Yield the output so far, whenever it has grown; several streams may be read in turn.
+        """Yield the output so far, whenever it has grown, or what ``output_kind`` of the parameters
+        says; several streams may be read in turn.
 
         The first item asked for queues the prompt (and raises ``UserError`` when it is bad);
         closing the iterator aborts the request.
         """
         self.engine.check_open("LLM.stream")
-        request = self.engine.check_request(prompt, sampling_params)
-        driver, inbox, finished = self._driver, Inbox(), False
+        kind = self.engine.output_kind(sampling_params)
+        final_only = kind is RequestOutputKind.FINAL_ONLY
+        request = self.engine.check_request(prompt, sampling_params, final_only=final_only)
+        driver, inbox, finished, deltas = self._driver, Inbox(), False, Deltas()
         try:
             driver.submit([request], inbox)
             while not finished:
                 output = driver.wait(inbox)
                 finished = output.finished
-                yield output
+                yield deltas.of(output) if kind is RequestOutputKind.DELTA else output
         finally:
             if not finished:
                 driver.drop([request.request_id], inbox)
@@ -189,9 +227,8 @@ class LLM(EngineWrapper):
                 messages.
         """
         self.engine.check_open("LLM.chat")
-        for name in _REFUSED_BY_CHAT:
-            if template_variables.pop(name, None):
-                raise UserError(f"LLM.chat: {name} is not supported; leave it out")
+        ported = [name for name in template_variables if CALLS.get(name, _TOOLS) is not _TOOLS]
+        check_call("LLM.chat", {name: template_variables.pop(name) for name in ported})
         if not isinstance(chat_template_kwargs, Mapping | None):
             raise UserError(f"chat_template_kwargs={chat_template_kwargs!r}: expected a mapping")
         inputs = self.engine.inputs
@@ -209,16 +246,35 @@ class LLM(EngineWrapper):
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters of calls that give none, with what the model's ``generation_config.json``
-        recommends; ``dataclasses.replace`` changes some of them."""
+        recommends; fields of them may be assigned."""
         return self.engine.inputs.default_params()
 
-    def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer: ``encode``, ``decode``, ``render_chat``.
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer: that of ``transformers`` if it is installed, else ours, which has
+        ``encode``, ``decode``, ``apply_chat_template`` and may be called.
 
         Raises:
             UserError: the model's folder has none.
         """
-        return self.engine.inputs.require_tokenizer()
+        return self._tokenizer()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; requests that run go on.  Returns True."""
+        return self._reset_prefix_cache()
+
+    def beam_search(
+        self, prompts: Prompt | Iterable[Prompt], params: BeamSearchParams, **ported: Any
+    ) -> list[BeamSearchOutput]:
+        """The likeliest outputs of every prompt that a beam finds, see ``beam_search.search``.
+
+        Raises:
+            UserError: a prompt or a parameter is bad, or ``max_logprobs`` is less than twice the
+                width.
+        """
+        self.engine.check_open("LLM.beam_search")
+        check_call("LLM.beam_search", ported)
+        inputs, ends = self.engine.inputs, self.engine.eos_token_ids
+        return search(inputs, ends, self.generate, _prompt_list(prompts), params)
 
 
 def start_engine(model: str, options: dict[str, Any], disable_log_stats: bool) -> EngineLoop:

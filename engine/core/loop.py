@@ -180,6 +180,11 @@ class EngineCore:
     def _kind(self, step: ScheduledStep) -> str:
         return "decode" if step.batch.query_len == 1 else "mixed"
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; what runs goes on.  Returns True."""
+        self.scheduler.pool.forget_all()
+        return True
+
     def stats(self) -> CoreStats:
         """Count what runs, waits and was found in the prefix cache."""
         scheduler, pool = self.scheduler, self.scheduler.pool

@@ -16,6 +16,7 @@ from ...model_executor.parallel import check_parallel
 from ...model_executor.spec import check_online_kind
 from .generation_config import default_sampling
 from .tokenizer import missing_tokenizer
+from .tokenizer_files import given_chat_template
 
 
 def check_start(options: EngineOptions, *, weights: bool = True) -> None:
@@ -47,8 +48,22 @@ def check_start(options: EngineOptions, *, weights: bool = True) -> None:
     default_sampling(options.model, options.generation_config)
     if options.tokenizer is not None:
         check_tokenizer(options)
+    if options.chat_template is not None:
+        check_chat_template(options.chat_template)
     if weights:
         checkpoint_files(folder)
+
+
+def check_chat_template(template: str) -> None:
+    """Refuse a chat template that the user gives and that is no file or does not compile.
+
+    Raises:
+        UserError: says why.
+    """
+    from .chat_template import ChatTemplate  # Jinja takes 0.1 s of a start
+
+    ((source, origin),) = given_chat_template(template).values()
+    ChatTemplate(source, {}, str(origin))
 
 
 def check_tokenizer(options: EngineOptions) -> None:

@@ -7,9 +7,9 @@ from functools import cache
 
 from ..grammar.checks import GrammarChecks
 from ..grammar.wire import BYTES, Setup
-from .grammar_sources import choice_grammar, json_grammar, regex_grammar
+from .grammar_sources import choice_grammar, form_grammar, json_grammar, regex_grammar
 
-__all__ = ["check_grammar", "choice_grammar", "json_grammar", "regex_grammar"]
+__all__ = ["check_grammar", "choice_grammar", "form_grammar", "json_grammar", "regex_grammar"]
 
 
 @cache

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...config import UserError
+from ...config import MachineError, UserError
 from .json_schema import plain_schema
 
 _JSON = {
@@ -28,8 +28,57 @@ _ESCAPES = {
     "S": r"[^\t\n\x0B\f\r\x20]",
     "\n": r"\n",
 }
+_ANY_OBJECT = {"type": "object"}
+_GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _TOKEN = re.compile(r"\\(.)|/", re.DOTALL)
 """Matches what changes between slashes: an escaped character, and a slash."""
+
+
+def form_grammar(
+    *,
+    json: Mapping[str, Any] | str | None = None,
+    regex: str | None = None,
+    choice: Sequence[str] | None = None,
+    grammar: str | None = None,
+    json_object: bool | None = None,
+) -> str:
+    """The grammar of the one form that is given, under vLLM's names.
+
+    Raises:
+        UserError: none is given, or several are, or it is bad.
+    """
+    forms = (json, regex, choice, grammar, json_object or None)
+    if sum(form is not None for form in forms) != 1:
+        raise UserError("expected one of json, regex, choice, grammar, json_object")
+    if json is not None:
+        return json_grammar(json)
+    if regex is not None:
+        return regex_grammar(regex)
+    if choice is not None:
+        return choice_grammar(choice)
+    return lark_grammar(grammar) if grammar is not None else json_grammar(_ANY_OBJECT)
+
+
+def lark_grammar(grammar: str) -> str:
+    """A grammar as llguidance reads it; rules of GBNF (``name ::= …``) are rewritten.
+
+    Raises:
+        UserError: they cannot be read.
+        MachineError: llguidance is not installed.
+    """
+    if not _GBNF.search(grammar):
+        return grammar
+    try:
+        from llguidance.gbnf_to_lark import gbnf_to_lark
+    except ModuleNotFoundError as error:
+        raise MachineError(
+            "grammars need the package llguidance: pip install 'fusewright[serve]'"
+        ) from error
+    try:
+        lark: str = gbnf_to_lark(grammar)
+    except Exception as error:  # of many kinds
+        raise UserError(f"grammar: its rules (name ::= …) cannot be read: {error}") from error
+    return lark
 
 
 def json_grammar(schema: Mapping[str, Any] | str) -> str:

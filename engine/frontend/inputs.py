@@ -6,16 +6,17 @@ A prompt is text, token ids or a dict of them; a conversation becomes one by the
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NotRequired, TypeAlias, TypedDict
 
-from ...config import ResolvedConfig, UserError
+from ...config import EngineOptions, UserError
 from ...model_executor.hf_config import model_folder
 from ..grammar.checks import GrammarChecks
 from ..messages.sampling_params import SamplingParams
 from .generation_config import default_sampling
+from .grammar_sources import form_grammar
 from .tokenizer import Tokenizer, load_tokenizer, missing_tokenizer
 
 if TYPE_CHECKING:
@@ -24,6 +25,22 @@ if TYPE_CHECKING:
 _USUAL_TOKEN = 16
 """Characters; few tokens are longer."""
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+class TextPrompt(TypedDict):
+    """A prompt of text."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt of token ids; ``prompt`` is their text, if it is known."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a dict with ``prompt_token_ids`` and/or ``prompt`` (the text of the ids), and
@@ -50,6 +67,34 @@ class InputProcessor:
 
     grammars: GrammarChecks | None = None
     """Tries the grammars of requests; None where there is no engine for them."""
+    max_logprobs: int = 20
+    """Most log probabilities of a token; -1: those of the whole vocabulary."""
+
+    def settle(self, params: SamplingParams) -> SamplingParams:
+        """A request's own copy of parameters, with a grammar in place of ``structured_outputs`` and
+        a number in place of -1.
+
+        Raises:
+            UserError: a field was given a bad value, or more log probabilities are asked for than
+                ``max_logprobs``.
+        """
+        params = params.clone()
+        changes: dict[str, Any] = {}
+        if (form := params.structured_outputs) is not None:
+            changes = {"grammar": form_grammar(**vars(form)), "structured_outputs": None}
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name)
+            if asked is None:
+                continue
+            count = self.vocab_size if asked < 0 else asked
+            if 0 <= self.max_logprobs < count:
+                raise UserError(
+                    f"SamplingParams: {name}={asked}: expected {self.max_logprobs} at most; the "
+                    "engine's option max_logprobs sets the limit, and -1 is none"
+                )
+            if asked < 0:
+                changes[name] = count
+        return replace(params, **changes) if changes else params
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> tuple[list[int], str | None]:
         """(token ids, text) of a prompt; the text is None when only ids were given.
@@ -62,6 +107,8 @@ class InputProcessor:
             raise UserError(f"stop={params.stop!r} needs text: {self._missing()}")
         self._check_params(params)
         token_ids, text = self._token_ids(prompt)
+        if (kept := params.truncate_prompt_tokens) is not None:
+            token_ids = token_ids[-(kept if kept > 0 else self.max_model_len - 1) :]
         if not token_ids:
             raise UserError("prompt is empty: expected at least one token")
         if len(token_ids) >= self.max_model_len:  # first: all else takes as long as there are ids
@@ -82,7 +129,12 @@ class InputProcessor:
 
     def _check_params(self, params: SamplingParams) -> None:
         """Raise ``UserError`` for a token id outside the vocabulary, or a bad grammar."""
-        for name, ids in (("stop_token_ids", params.stop_ids), ("logit_bias", params.logit_bias)):
+        named = {
+            "stop_token_ids": params.stop_ids,
+            "logit_bias": params.logit_bias,
+            "allowed_token_ids": params.allowed_token_ids,
+        }
+        for name, ids in named.items():
             for token_id in ids or ():
                 if token_id >= self.vocab_size:
                     raise UserError(
@@ -219,9 +271,24 @@ def _integer(token_id: object) -> int:
     return int(token_id)
 
 
-def input_processor(config: ResolvedConfig, vocab_size: int) -> InputProcessor:
-    """Make the processor of a model's prompts; without a tokenizer it takes token ids alone."""
-    folder = model_folder(config.model.tokenizer)
-    defaults = default_sampling(config.model.path, config.model.generation_config)
-    tokenizer = load_tokenizer(folder)
-    return InputProcessor(tokenizer, folder, vocab_size, config.model.max_model_len, defaults)
+def read_tokenizer(options: EngineOptions) -> tuple[Tokenizer | None, Path]:
+    """The tokenizer that options name, and its folder; None without ``tokenizer.json``."""
+    folder = model_folder(options.tokenizer or options.model)
+    return load_tokenizer(folder, options.chat_template), folder
+
+
+def input_processor(
+    options: EngineOptions,
+    vocab_size: int,
+    max_model_len: int,
+    tokenizer: tuple[Tokenizer | None, Path],
+    grammars: GrammarChecks | None = None,
+) -> InputProcessor:
+    """Make the processor of a model's prompts; without a tokenizer it takes token ids alone.
+
+    Args:
+        tokenizer: what ``read_tokenizer`` returned.
+    """
+    defaults = default_sampling(options.model, options.generation_config)
+    sizes = (vocab_size, max_model_len)
+    return InputProcessor(*tokenizer, *sizes, defaults, grammars, options.max_logprobs)

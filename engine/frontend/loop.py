@@ -13,7 +13,7 @@ from typing import Any
 
 from ...config import EngineDeadError, UserError
 from ..messages.requests import AbortRequests, AddRequest, Core, NewTokens
-from ..messages.sampling_params import SamplingParams
+from ..messages.sampling_params import RequestOutputKind, SamplingParams
 from .inputs import InputProcessor, Prompt
 from .output_processor import OutputProcessor
 from .outputs import RequestMetrics, RequestOutput
@@ -113,6 +113,7 @@ class EngineLoop:
         params = self.inputs.default_params() if params is None else params
         if not isinstance(params, SamplingParams):
             raise UserError(_not_params(params))
+        params = self.inputs.settle(params)
         if request_id is not None and not isinstance(request_id, str):
             raise UserError(f"request_id={request_id!r}: expected text")
         is_int = isinstance(priority, int) and not isinstance(priority, bool)
@@ -136,6 +137,11 @@ class EngineLoop:
         )
         self.core.check_size(request)
         return CheckedRequest(request, text, final_only)
+
+    def output_kind(self, params: SamplingParams | None) -> RequestOutputKind:
+        """What outputs of a stream have, by the parameters of its request."""
+        params = self.inputs.default_params() if params is None else params
+        return getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)
 
     def queue(self, checked: CheckedRequest) -> None:
         """Queue a checked request: the second half of ``add_request``.

@@ -143,7 +143,7 @@ class OutputProcessor:
             return begun
         request, params = group.request, group.request.sampling_params
         detokenizer = None
-        if self._tokenizer is not None:
+        if self._tokenizer is not None and params.detokenize:
             detokenizer = Detokenizer(self._tokenizer, request.prompt_token_ids, params)
         with_logprobs = params.logprobs is not None
         deferred = group.final_only and not params.stop_strings and not with_logprobs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(slots=True)
@@ -80,3 +80,28 @@ class RequestOutput:
     def error(self) -> str | None:
         """The error that ended this request in a step; None unless one did."""
         return next((c.error for c in self.outputs if c.error is not None), None)
+
+
+class Deltas:
+    """Cuts the outputs of a request to what each has beyond the one before."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, CompletionOutput] = {}
+
+    def of(self, output: RequestOutput) -> RequestOutput:
+        completions = [self._cut(each) for each in output.outputs]
+        self._before = {each.index: each for each in output.outputs}
+        return replace(output, outputs=completions)
+
+    def _cut(self, now: CompletionOutput) -> CompletionOutput:
+        before = self._before.get(now.index)
+        if before is None:
+            return now
+        start, offsets = len(before.token_ids), now.text_offsets
+        return replace(
+            now,
+            text=now.text[len(before.text) :],
+            token_ids=now.token_ids[start:],
+            logprobs=None if now.logprobs is None else now.logprobs[start:],
+            text_offsets=None if offsets is None else offsets[start:],
+        )

@@ -13,6 +13,7 @@ from ...config import UserError
 from ...model_executor.hf_json import read_json_if_there
 from .token_bytes import TokenBytes
 from .tokenizer_files import (
+    given_chat_template,
     is_library_error,
     load_library_tokenizer,
     read_chat_templates,
@@ -40,12 +41,13 @@ class Tokenizer:
 
     Args:
         folder: holds ``tokenizer.json``, and what ``tokenizer_files.py`` reads beside it.
+        chat_template: a file of a chat template, or its text, in place of the folder's.
 
     Raises:
         UserError: ``tokenizer.json`` is missing, or a file is unreadable.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, chat_template: str | None = None) -> None:
         self.folder = folder
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -58,6 +60,7 @@ class Tokenizer:
         self._tokenizer.encode_special_tokens = self._config.get("split_special_tokens") is True
         try_out(self._tokenizer, path)
         self.token_bytes = TokenBytes(self._tokenizer)
+        self._chat_template = chat_template
         self._chat_templates: ChatTemplates | None = None
         self._has_failed = False
 
@@ -138,9 +141,49 @@ class Tokenizer:
             # Only now: Jinja takes 0.1 s of a start, and most scripts never chat.
             from .chat_template import ChatTemplates
 
-            sources = read_chat_templates(self.folder, self._config)
+            sources = self._template_sources
             self._chat_templates = ChatTemplates(sources, self.special_tokens, self.folder)
         return self._chat_templates
+
+    def __call__(self, text: str | Sequence[str], *, add_special_tokens: bool = True) -> Encoding:
+        """The token ids of a text or of several, as ``transformers`` gives them."""
+        if isinstance(text, str):
+            return Encoding(self.encode(text, add_special_tokens=add_special_tokens))
+        return Encoding([self.encode(t, add_special_tokens=add_special_tokens) for t in text])
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Message],
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        return_dict: bool = True,
+        **variables: Any,
+    ) -> str | list[int] | Encoding:
+        """The prompt of a conversation as an ``Encoding``, as token ids or as text, under the name
+        that ``transformers`` has.
+
+        Raises:
+            UserError: there is no chat template, or it refuses the messages.
+        """
+        text = self.render_chat(
+            conversation, add_generation_prompt=add_generation_prompt, **variables
+        )
+        if not tokenize:
+            return text
+        ids = self.encode(text, add_special_tokens=False)
+        return Encoding(ids) if return_dict else ids
+
+    @property
+    def given_template(self) -> str | None:
+        """The text of the chat template that stands in place of the folder's."""
+        return None if self._chat_template is None else self._template_sources["default"][0]
+
+    @property
+    def _template_sources(self) -> dict[str, tuple[str, Path]]:
+        if self._chat_template is None:
+            return read_chat_templates(self.folder, self._config)
+        return given_chat_template(self._chat_template)
 
     def render_chat(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
@@ -161,13 +204,45 @@ class Tokenizer:
     def chat_template(self) -> str:
         """The Jinja text of the chat template, of that for tools if there are several; "" if there
         is none."""
-        sources = read_chat_templates(self.folder, self._config)
+        sources = self._template_sources
         return next((sources[name][0] for name in ("tool_use", "default") if name in sources), "")
 
 
-def load_tokenizer(folder: Path) -> Tokenizer | None:
+class Encoding(dict[str, Any]):
+    """What calling a tokenizer gives: ``input_ids`` and ``attention_mask``, also as attributes."""
+
+    def __init__(self, ids: list[Any]) -> None:
+        mask = (
+            [[1] * len(row) for row in ids] if ids and isinstance(ids[0], list) else [1] * len(ids)
+        )
+        super().__init__(input_ids=ids, attention_mask=mask)
+
+    @property
+    def input_ids(self) -> list[Any]:
+        ids: list[Any] = self["input_ids"]
+        return ids
+
+
+def library_tokenizer(tokenizer: Tokenizer) -> Any:
+    """The tokenizer of ``transformers`` of the same folder, and with the same chat template; the
+    one given where that package is not installed or cannot read the folder."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError:
+        return tokenizer
+    try:
+        found = AutoTokenizer.from_pretrained(tokenizer.folder, trust_remote_code=False)
+    except Exception as error:  # of any kind
+        _log.info("%s: transformers cannot read the tokenizer: %s", tokenizer.folder, error)
+        return tokenizer
+    if template := tokenizer.given_template:
+        found.chat_template = template
+    return found
+
+
+def load_tokenizer(folder: Path, chat_template: str | None = None) -> Tokenizer | None:
     """The folder's tokenizer; None without ``tokenizer.json``: token-id prompts need none."""
-    return Tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+    return Tokenizer(folder, chat_template) if (folder / "tokenizer.json").is_file() else None
 
 
 def missing_tokenizer(folder: Path) -> UserError:

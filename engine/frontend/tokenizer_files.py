@@ -25,6 +25,7 @@ from ...model_executor.hf_json import read_bytes, read_json, read_json_if_there
 _NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 _MOST_DIGITS = 10
+_LONGEST_PATH = 1024
 _PANIC = "PanicException"
 _EXAMPLES = ("", "Ab 12.\n")
 """Texts that every tokenizer must take."""
@@ -251,6 +252,23 @@ def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, tu
         for each in named
         if isinstance(each.get("name"), str) and isinstance(each.get("template"), str)
     }
+
+
+def given_chat_template(template: str) -> dict[str, tuple[str, Path]]:
+    """A chat template that the user gives, as ``read_chat_templates`` returns one: the text of a
+    file of that name, else itself.
+
+    Raises:
+        UserError: it is neither a file nor the text of a template.
+    """
+    path = Path(template)
+    if "{" not in template or (len(template) < _LONGEST_PATH and path.is_file()):
+        if not path.is_file():
+            raise UserError(
+                f"chat_template={template!r}: no such file; give a file of Jinja, or its text"
+            )
+        return {"default": (_read_text(path), path)}
+    return {"default": (template, Path("chat_template"))}
 
 
 def _read_text(path: Path) -> str:

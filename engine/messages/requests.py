@@ -81,6 +81,7 @@ class RequestLimits(Struct, frozen=True):
             "eos_token_ids": request.eos_token_ids,
             "stop_token_ids": params.stop_ids,
             "logit_bias": params.logit_bias or (),
+            "allowed_token_ids": params.allowed_token_ids or (),
             "bad_words": [token_id for word in request.bad_word_ids for token_id in word],
         }
         for name, ids in named.items():

@@ -5,33 +5,84 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
-from typing import Any, TypeAlias
+from enum import Enum
+from functools import cached_property, wraps
+from typing import Any, Self, TypeAlias
 
 from ...config import UserError
+from ...config.ports import sampling_fields, unknown
 
 MAX_OUTPUTS = 16384
 """Most outputs ``n`` of one prompt; vLLM has the same limit."""
-MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 1024
+MAX_ALLOWED = 1 << 20
 _MOST_FLOAT32 = 1e38
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """Sampling options of one request; checked and normalized once, immutable afterwards.
+class RequestOutputKind(Enum):
+    """What each output of a stream has: everything so far, what is new, or there is one alone."""
 
-    ``stop`` and ``stop_token_ids`` become tuples, ``top_k=-1`` becomes 0 and ``seed=-1`` None.
-    With ``max_tokens=None`` generation runs until the model's length limit.
-    ``logit_bias`` is added to the logits of token ids; ``grammar`` is one of llguidance's, see
-    ``frontend/grammar.py``.  ``bad_words`` become a tuple: the output has the tokens of none of
-    them one behind the other, see ``InputProcessor.bad_word_ids``.
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """The form that an output keeps to: one of these.
+
+    ``json`` is a JSON schema, as an object or as text; ``regex`` and each of ``choice`` match the
+    whole output; ``grammar`` is llguidance's form of Lark, or GBNF (rules with ``::=``);
+    ``json_object`` is any JSON object.
 
     Raises:
-        UserError: a value has the wrong type or is out of range; the message names it.
+        UserError: none is given, or several are.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        forms = [value for value in vars(self).values() if value is not None and value is not False]
+        if len(forms) != 1:
+            raise UserError(
+                f"StructuredOutputsParams: {len(forms)} forms are given; expected one of "
+                f"{', '.join(vars(self))}"
+            )
+
+
+@dataclass(kw_only=True)
+class SamplingParams:
+    """Sampling options of one request; checked and normalized when made.
+
+    A field may be assigned later; it is checked when a request is made with it.  A request keeps a
+    copy, so that later changes do not reach it.  ``stop``, ``stop_token_ids``, ``bad_words`` and
+    ``allowed_token_ids`` become tuples, ``top_k=-1`` becomes 0 and ``seed=-1`` None.  With
+    ``max_tokens=None`` generation runs until the model's length limit.
+
+    Attributes:
+        logprobs, prompt_logprobs: how many of the likeliest tokens; -1: all of the vocabulary.
+            ``EngineOptions.max_logprobs`` is the most.
+        logit_bias: numbers in [-100, 100] that are added to the logits of token ids.
+        allowed_token_ids: no other tokens are sampled.
+        bad_words: the output has the tokens of none of them one behind the other, see
+            ``InputProcessor.bad_word_ids``.
+        structured_outputs: the form of the output, or ``grammar``, which is one of llguidance's
+            (``frontend/grammar.py`` makes some).
+        truncate_prompt_tokens: the prompt's last tokens that are kept; -1: as many as the model
+            takes.
+        detokenize: outputs have text; without it they have token ids alone.
+        output_kind: what each output of ``LLM.stream`` and ``AsyncLLM.generate`` has.
+
+    Raises:
+        UserError: a value has the wrong type or is out of range, or a field is none of these; the
+            message names it.
     """
 
     n: int = 1
@@ -55,29 +106,58 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     grammar: str | None = None
     bad_words: Sequence[str] | None = ()
+    allowed_token_ids: Sequence[int] | None = None
+    truncate_prompt_tokens: int | None = None
+    detokenize: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
+            self.stop = (self.stop,)
         for name, what in _LISTS.items():
             value = getattr(self, name)
             if value is not _DEFAULTS[name]:
                 is_list = isinstance(value, Iterable) and not isinstance(value, str)
                 _require(value is None or is_list, self, name, what)
-                object.__setattr__(self, name, () if value is None else tuple(value))
-        for name, value in vars(self).items():
-            if value is not _DEFAULTS[name]:
+                setattr(self, name, _DEFAULTS[name] if value is None else tuple(value))
+        values = self.__dict__
+        for name, default in _DEFAULTS.items():
+            if (value := values[name]) is not default:
                 for is_right, expected in _CHECKS[name]:
                     _require(is_right(value), self, name, expected)
         most = math.inf if self.max_tokens is None else self.max_tokens
         _require(0 <= self.min_tokens <= most, self, "min_tokens", f"in [0, max_tokens={most}]")
         if self.n != 1 and self.greedy:
             _require(False, self, "n", "1 with temperature=0: greedy outputs are all equal")
+        if self.stop and not self.detokenize:
+            _require(False, self, "stop", "none with detokenize=False: stops are found in the text")
+        if self.structured_outputs is not None and self.grammar is not None:
+            _require(False, self, "grammar", "None beside structured_outputs: give one of them")
         # Only after the checks: -1 means "off" for these two and nothing for any other field.
         if self.top_k == -1:
-            object.__setattr__(self, "top_k", 0)
+            self.top_k = 0
         if self.seed == -1:
-            object.__setattr__(self, "seed", None)
+            self.seed = None
+        values.pop(_CHANGED, None)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _DEFAULTS:
+            raise unknown(f"SamplingParams: unknown field {name!r}", name, _DEFAULTS)
+        self.__dict__[name] = value
+        self.__dict__[_CHANGED] = True
+
+    def clone(self) -> Self:
+        """A copy, checked again if a field was assigned.
+
+        Raises:
+            UserError: as the constructor does.
+        """
+        if _CHANGED in self.__dict__:
+            return replace(self)
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        return copy
 
     @property
     def greedy(self) -> bool:
@@ -91,7 +171,7 @@ class SamplingParams:
     def plain_greedy(self) -> bool:
         """Every token is the likeliest, whatever came before."""
         is_free = self.min_tokens == 0 and not self.logit_bias and self.grammar is None
-        is_free = is_free and not self.bad_words
+        is_free = is_free and not self.bad_words and self.allowed_token_ids is None
         return self.greedy and not self.has_penalties and is_free
 
     @property
@@ -149,13 +229,14 @@ _NUMBER: _Check = (_is_number, "a finite number of 32 bits")
 _BOOL: _Check = (lambda value: isinstance(value, bool), "True or False")
 _PENALTY: _Check = (lambda value: -2 <= value <= 2, "in [-2, 2]")
 _NUM_LOGPROBS: _Check = (
-    _optional(lambda value: 0 <= value <= MAX_LOGPROBS),
-    f"in [0, {MAX_LOGPROBS}] or None",
+    _optional(lambda value: -1 <= value < 1 << 31),
+    "at least 0, -1 for all, or None",
 )
 _LISTS = {
     "stop": "text or a list of texts",
     "stop_token_ids": "a list of token ids",
     "bad_words": "a list of texts",
+    "allowed_token_ids": "a list of token ids",
 }
 _CHECKS: dict[str, tuple[_Check, ...]] = {
     "n": (_INT, (lambda n: 1 <= n <= MAX_OUTPUTS, f"in [1, {MAX_OUTPUTS}]")),
@@ -208,7 +289,43 @@ _CHECKS: dict[str, tuple[_Check, ...]] = {
             "texts that are not empty",
         ),
     ),
+    "allowed_token_ids": (
+        (_optional(lambda ids: 0 < len(ids) <= MAX_ALLOWED), f"1 to {MAX_ALLOWED} token ids"),
+        (_optional(_are_ids), "token ids of at least 0"),
+    ),
+    "truncate_prompt_tokens": (
+        _INT_OR_NONE,
+        (_optional(lambda most: most == -1 or most >= 1), "at least 1, or -1 for all that fit"),
+    ),
+    "detokenize": (_BOOL,),
+    "output_kind": (
+        (lambda kind: isinstance(kind, RequestOutputKind), "one of RequestOutputKind"),
+    ),
+    "structured_outputs": (
+        (
+            _optional(lambda form: isinstance(form, StructuredOutputsParams)),
+            "StructuredOutputsParams or None",
+        ),
+    ),
 }
 """Fields are checked in this order; an error says what the field must be."""
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 """Values that need no check: most requests give a few fields."""
+_CHANGED = "_changed"
+"""Entry of an object's dict that says that a field was assigned and has not been checked."""
+
+
+def _porting(init: Callable[..., None]) -> Callable[..., None]:
+    """A constructor that says of vLLM's other fields what becomes of them here."""
+
+    @wraps(init)
+    def ported(self: SamplingParams, **given: Any) -> None:
+        init(
+            self,
+            **(given if given.keys() <= _DEFAULTS.keys() else sampling_fields(given, _DEFAULTS)),
+        )
+
+    return ported
+
+
+SamplingParams.__init__ = _porting(SamplingParams.__init__)  # type: ignore[method-assign]

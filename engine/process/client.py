@@ -22,12 +22,10 @@ from msgspec import Struct
 
 from ...compiler.artifacts.scratch import scratch_folder
 from ...config import EngineDeadError, EngineOptions, UserError
-from ...model_executor.hf_config import model_folder
-from ..frontend.generation_config import default_sampling
-from ..frontend.inputs import InputProcessor, Prompt
+from ..frontend.inputs import InputProcessor, Prompt, input_processor, read_tokenizer
 from ..frontend.loop import CheckedRequest, EngineLoop
 from ..frontend.outputs import RequestOutput
-from ..frontend.tokenizer import Tokenizer, load_tokenizer
+from ..frontend.tokenizer import Tokenizer
 from ..grammar.checks import GrammarChecks, grammar_setup, is_installed
 from ..messages.codec import decode
 from ..messages.requests import CoreStats, StepOutputs
@@ -135,8 +133,7 @@ class EngineClient:
         self._event_loop.call_soon(self._read)
 
     def _load_tokenizer(self) -> tuple[Tokenizer | None, Path]:
-        folder = model_folder(self.options.tokenizer or self.options.model)
-        return load_tokenizer(folder), folder
+        return read_tokenizer(self.options)
 
     async def ready(self) -> None:
         """Wait until the engines have started.
@@ -147,15 +144,13 @@ class EngineClient:
         told = await asyncio.gather(*(replica.ready for replica in self.replicas))
         least: Ready = min(told, key=lambda ready: ready.limits.num_blocks)
         tokenizer, folder = await self._tokenizer
-        defaults = default_sampling(self.options.model, self.options.generation_config)
         setup = grammar_setup(folder / "tokenizer.json", least.vocab_size, least.eos_token_ids)
         grammars = GrammarChecks(setup)
         self._stack.callback(grammars.close)
         if tokenizer is not None and is_installed():
             grammars.start()
-        inputs = InputProcessor(
-            tokenizer, folder, least.vocab_size, least.max_model_len, defaults, grammars
-        )
+        sizes = (least.vocab_size, least.max_model_len)
+        inputs = input_processor(self.options, *sizes, (tokenizer, folder), grammars)
         num_blocks = least.limits.num_blocks if self.options.enable_prefix_caching else 0
         router = Router(len(self.replicas), num_blocks, least.limits.block_size)
         self.core = RemoteCore(self._send, router, least.limits, self._stats)

@@ -121,6 +121,7 @@ class _Rows:
     draws: bool
     has_min_tokens: bool
     has_bias: bool
+    has_allowed: bool
     num_logprobs: int
     parameters: _RowParameters | None = None
 
@@ -142,6 +143,7 @@ _REQUEST = np.dtype(
         ("num_prompt_logprobs", np.int64),  # of the likeliest, in rows that have a target
         ("has_min_tokens", np.bool_),
         ("has_bias", np.bool_),
+        ("has_allowed", np.bool_),
         ("min_len", np.int64),  # of prompt and output; shorter sequences must not end
     ],
     align=True,
@@ -168,6 +170,7 @@ class Sampler:
         self._slots = np.zeros(self._max_num_seqs, _REQUEST)
         self._stop_ids: dict[int, frozenset[int]] = {}
         self._biases: dict[int, Mapping[int, float]] = {}
+        self._allowed: dict[int, Tensor] = {}
         self._bits = torch.arange(32, dtype=torch.int32, device=self._device)
         self._num_admitted = 0
         self._counts: Tensor | None = None
@@ -201,10 +204,15 @@ class Sampler:
             params.prompt_logprobs or 0,
             params.min_tokens > 0,
             bool(params.logit_bias),
+            params.allowed_token_ids is not None,
             min(sequence.num_prompt_tokens + params.min_tokens, 1 << 62),
         )
         self._stop_ids[slot] = sequence.stop_ids
         self._biases[slot] = params.logit_bias or {}
+        if params.allowed_token_ids is not None:
+            allowed = self._send(params.allowed_token_ids, torch.long)
+            none = torch.zeros(self.vocab_size, dtype=torch.bool, device=self._device)
+            self._allowed[slot] = none.index_fill_(0, allowed, True)
         self._num_admitted += 1
         if not params.has_penalties:
             return
@@ -236,7 +244,7 @@ class Sampler:
             return Sampled(self._keep(self._ops("argmax", logits), slots), None)
         rows = self._rows_of(batch)
         banned = self._banned(batch, rows)
-        if rows.draws or banned or rows.has_bias or len(batch.masked_rows):
+        if rows.draws or banned or rows.has_bias or rows.has_allowed or len(batch.masked_rows):
             token_ids = self._sample(logits, batch, rows, banned, seq_lens)
         else:
             token_ids = self._ops("argmax", logits)
@@ -270,6 +278,7 @@ class Sampler:
                 draws=bool((samples & ~requests["likeliest"]).any()),
                 has_min_tokens=bool(requests["has_min_tokens"].any()),
                 has_bias=bool((samples & requests["has_bias"]).any()),
+                has_allowed=bool((samples & requests["has_allowed"]).any()),
                 num_logprobs=int(requests["num_logprobs"].max(initial=-1, where=samples)),
             )
         return self._rows
@@ -302,7 +311,8 @@ class Sampler:
         parameters = rows.parameters
         values = logits
         has_masks = bool(len(batch.masked_rows))
-        if has_masks or rows.has_bias or banned or parameters.penalty_slots is not None:
+        changes = has_masks or rows.has_bias or rows.has_allowed or bool(banned)
+        if changes or parameters.penalty_slots is not None:
             values = logits.to(torch.float32, copy=True)
         if parameters.penalty_slots is not None:
             self._ops(
@@ -319,6 +329,8 @@ class Sampler:
             self._add_biases(values, batch, rows)
         if has_masks:
             self._mask(values, batch)
+        if rows.has_allowed:
+            self._keep_allowed(values, batch, rows)
         if banned:
             values.index_put_(tuple(self._send(banned, torch.long).unbind(1)), self._never)
         token_ids: Tensor = self._ops(
@@ -345,6 +357,13 @@ class Sampler:
         at = self._send([entry[:2] for entry in entries], torch.long).unbind(1)
         bias = self._send([entry[2] for entry in entries], torch.float32)
         values.index_put_(tuple(at), bias, accumulate=True)
+
+    def _keep_allowed(self, values: Tensor, batch: Batch, rows: _Rows) -> None:
+        """Set the logits of tokens that are not allowed to -inf; values [num_seqs, vocab]."""
+        numbers = np.flatnonzero(rows.samples & rows.requests["has_allowed"])
+        allowed = torch.stack([self._allowed[slot] for slot in batch.slots[numbers].tolist()])
+        at = self._send(numbers)
+        values.index_copy_(0, at, values.index_select(0, at).masked_fill_(~allowed, -torch.inf))
 
     def _mask(self, values: Tensor, batch: Batch) -> None:
         """Set the logits of tokens that a grammar forbids to -inf; values [num_seqs, vocab]."""

@@ -15,8 +15,11 @@ from fusewright.config import EngineOptions, UserError, engine_options
 def test_options_that_mean_nothing_here_are_accepted() -> None:
     given = {
         "tensor_parallel_size": 1,
-        "trust_remote_code": False,
-        "swap_space": 0,
+        "trust_remote_code": True,
+        "swap_space": 4,
+        "seed": None,
+        "distributed_executor_backend": "mp",
+        "compilation_config": {"mode": 3},
         "cpu_offload_gb": 0.0,
         "enable_lora": False,
         "tokenizer_mode": "auto",
@@ -29,10 +32,10 @@ def test_options_that_mean_nothing_here_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("data_parallel_size", 2, "=2: an engine is one replica; fusewright serve .* expected 1"),
-        ("data_parallel_size", True, "=True: an engine is one replica"),
-        ("trust_remote_code", True, "=True: code that comes with a checkpoint is never run"),
-        ("swap_space", 4, "=4: KV blocks are not swapped to the CPU"),
+        ("data_parallel_size", 2, "=2: an engine is one replica; `fusewright serve"),
+        ("distributed_executor_backend", "external_launcher", "=.*: expected mp, uni or ray"),
+        ("compilation_config", {"pass_config": {}}, ": pass_config={} has no counterpart"),
+        ("compilation_config", "{", "='{': not JSON"),
         ("enable_lora", True, "=True: LoRA adapters are not served"),
         ("revision", "main", "='main': expected a .* of a model on the Hub, and model='abacus'"),
     ],
@@ -108,3 +111,16 @@ def test_a_revision_is_part_of_a_name_on_the_hub() -> None:
     for model, value in (("org/name@v1", "v2"), ("/tmp", "v1"), ("org/name", ""), ("org/name", 1)):
         with pytest.raises(UserError, match=r"^revision=.*expected a branch, tag or commit"):
             engine_options(model, {"revision": value})
+
+
+def test_a_compilation_config_means_options_of_ours() -> None:
+    for given, expected in (
+        (0, {"optimization_level": 0}),
+        (
+            {"level": 3, "cudagraph_mode": "NONE"},
+            {"optimization_level": 3, "cudagraph_mode": "NONE"},
+        ),
+        ('{"mode": "NONE"}', {"optimization_level": 0}),
+        ({"cudagraph_capture_sizes": [1, 2]}, {"cudagraph_capture_sizes": (1, 2)}),
+    ):
+        assert engine_options("abacus", {"compilation_config": given}) == EngineOptions(**expected)

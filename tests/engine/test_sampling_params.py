@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fusewright.config import UserError
-from fusewright.engine.messages.sampling_params import SamplingParams
+from fusewright.engine.messages.sampling_params import SamplingParams, StructuredOutputsParams
 
 BAD = [
     ("n", 0, r"in \[1, 16384\]"),
@@ -44,8 +44,8 @@ BAD = [
     ("stop_token_ids", [-1], "token ids of at least 0"),
     ("stop_token_ids", ["a"], "token ids of at least 0"),
     ("ignore_eos", 1, "True or False"),
-    ("logprobs", 21, r"in \[0, 20\] or None"),
-    ("logprobs", -1, r"in \[0, 20\] or None"),
+    ("logprobs", -2, "at least 0, -1 for all, or None"),
+    ("logprobs", 2**31, "at least 0, -1 for all, or None"),
     ("prompt_logprobs", 1.0, "an integer of 64 bits, or None"),
     ("logit_bias", [1], "token ids with a number each, or None"),
     ("logit_bias", {-1: 1.0}, r"token ids with a number in \[-100, 100\] each"),
@@ -56,6 +56,11 @@ BAD = [
     ("bad_words", [" "], "texts that are not empty"),
     ("bad_words", ["a"] * 1025, "1024 texts at most"),
     ("skip_special_tokens", None, "True or False"),
+    ("allowed_token_ids", [], "1 to 1048576 token ids"),
+    ("allowed_token_ids", [-1], "token ids of at least 0"),
+    ("truncate_prompt_tokens", 0, "at least 1, or -1 for all that fit"),
+    ("output_kind", 1, "one of RequestOutputKind"),
+    ("structured_outputs", {"regex": "a"}, "StructuredOutputsParams or None"),
 ]
 
 
@@ -76,7 +81,6 @@ def test_values_are_normalized() -> None:
     assert params.stop_strings == ("end",) and params.stop_ids == (3, 4)
     assert params.top_k == 0 and params.seed is None
     assert SamplingParams(stop=None, stop_token_ids=None).stop_strings == ()
-    assert {params: 1}[params] == 1, "hashable: runners keep them as keys"
 
 
 @pytest.mark.parametrize("field", fields(SamplingParams), ids=lambda field: field.name)
@@ -104,3 +108,40 @@ def test_children_have_seeds_of_their_own() -> None:
     assert {params.of_child(i).n for i in range(3)} == {1}
     last = SamplingParams(n=2, seed=2**63 - 1)
     assert [last.of_child(i).seed for i in range(2)] == [2**63 - 1, 0]
+
+
+def test_fields_may_be_assigned_and_are_checked_when_used() -> None:
+    params = SamplingParams(temperature=0.0)
+    assert params.plain_greedy
+    copy = params.clone()
+    params.temperature, params.n, params.stop = 1.0, 2, "end"
+    changed = params.clone()
+    assert not changed.plain_greedy and (changed.n, changed.stop) == (2, ("end",))
+    assert copy == SamplingParams(temperature=0.0), "a copy does not follow"
+    params.top_p = 2.0
+    with pytest.raises(UserError, match=r"top_p=2.0: expected in \(0, 1\]"):
+        params.clone()
+    with pytest.raises(UserError, match="unknown field 'max_token': did you mean max_tokens"):
+        params.max_token = 1  # type: ignore[attr-defined]
+
+
+def test_fields_of_vllms_that_are_not_here_say_what_is_instead() -> None:
+    form = StructuredOutputsParams(choice=["a", "b"])
+    given: dict[str, Any] = {"best_of": 1, "logits_processors": None, "guided_decoding": form}
+    assert SamplingParams(**given) == SamplingParams(structured_outputs=form)
+    for name, value, message in (
+        ("logits_processors", [print], r"logits_processors=.*: sampling runs on the device"),
+        ("temprature", 1.0, "unknown field 'temprature': did you mean temperature"),
+    ):
+        bad: dict[str, Any] = {name: value}
+        with pytest.raises(UserError, match=message):
+            SamplingParams(**bad)
+
+
+def test_contradicting_fields_are_refused() -> None:
+    with pytest.raises(UserError, match=r"stop=.*detokenize=False"):
+        SamplingParams(stop="a", detokenize=False)
+    with pytest.raises(UserError, match=r"grammar=.*beside structured_outputs"):
+        SamplingParams(grammar="g", structured_outputs=StructuredOutputsParams(regex="a"))
+    with pytest.raises(UserError, match="2 forms are given; expected one of json, regex"):
+        StructuredOutputsParams(regex="a", choice=["b"])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import msgpack
 
 import fusewright.model_executor.abacus as abacus
 from fusewright.config import NO_SLOT
@@ -258,13 +259,15 @@ def solo(
     windows: Sequence[int] = (0,),
 ) -> Solo:
     """Generate one token after the other with no engine at all."""
-    return _solo(tuple(prompt), params, max_model_len, tuple(windows))
+    asked = msgpack.encode(params)
+    return _solo(tuple(prompt), asked, max_model_len, tuple(windows))
 
 
 @lru_cache(1024)
 def _solo(
-    prompt: tuple[int, ...], params: SamplingParams, max_model_len: int, windows: tuple[int, ...]
+    prompt: tuple[int, ...], asked: bytes, max_model_len: int, windows: tuple[int, ...]
 ) -> Solo:
+    params = msgpack.decode(asked, type=SamplingParams)
     out: list[int] = []
     room = max_model_len - len(prompt)
     limit = room if params.max_tokens is None else min(room, params.max_tokens)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from ....config import UserError
-from ....engine.frontend.grammar import choice_grammar, json_grammar, regex_grammar
+from ....engine.frontend.grammar import form_grammar, json_grammar
 from ....engine.frontend.inputs import Prompt
 from ....engine.messages.sampling_params import SamplingParams
 from ..intake.errors import ApiError, api_error
@@ -179,16 +179,8 @@ def _of_format(response_format: dict[str, Any]) -> str | None:
 
 
 def _of_outputs(form: StructuredOutputs) -> str:
-    forms = [name for name, value in form if value is not None and value is not False]
-    if len(forms) != 1:
-        raise UserError("expected one of json, regex, choice, grammar, json_object")
-    if form.json_schema is not None:
-        return json_grammar(form.json_schema)
-    if form.regex is not None:
-        return regex_grammar(form.regex)
-    if form.choice is not None:
-        return choice_grammar(form.choice)
-    return form.grammar if form.grammar is not None else json_grammar(_ANY_OBJECT)
+    forms = {name: value for name, value in form if name != "json_schema"}
+    return form_grammar(json=form.json_schema, **forms)
 
 
 async def work_on(state: ServerState, work: Callable[[], _T], values: Any) -> _T:

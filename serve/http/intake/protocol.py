@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from ....engine.messages.sampling_params import MAX_BAD_WORDS, MAX_BIASES, MAX_LOGPROBS
+from ....engine.messages.sampling_params import MAX_BAD_WORDS, MAX_BIASES
 
 MOST_STOPS = 64
 MOST_STOP_CHARACTERS = 1024
@@ -107,7 +107,7 @@ class Generation(_Unread):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
 
 
 class CompletionRequest(Generation):
@@ -133,7 +133,7 @@ class ChatRequest(Generation):
     messages: _Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
     response_format: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

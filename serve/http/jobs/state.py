@@ -17,7 +17,7 @@ from ....config import UserError
 from ....engine.frontend.inputs import Prompt
 from ....engine.frontend.loop import CheckedRequest
 from ....engine.messages.requests import AddRequest
-from ....engine.messages.sampling_params import MAX_LOGPROBS, SamplingParams
+from ....engine.messages.sampling_params import SamplingParams
 from ....engine.process.client import EngineClient
 from ....engine.process.heartbeat import Heartbeat
 from ....engine.process.output_stream import OutputStream
@@ -43,7 +43,9 @@ _MOST_CARRIED = 2**26
 """Most characters and token ids that all outputs of a call together have of prompts and of what is
 asked of them: each output of an answer may repeat its prompt, and each has a grammar of its own."""
 _MOST_LOGPROBS = 2**20
-"""Most log probabilities of a call, unless one output of the longest request may have more."""
+"""Most log probabilities of a call, unless one output of the longest request may have more, of
+``_USUAL_LOGPROBS`` a token."""
+_USUAL_LOGPROBS = 20
 
 
 @dataclass(frozen=True)
@@ -305,7 +307,7 @@ class ServerState:
     def _check_logprobs(self, count: int, num_prompts: int, params: SamplingParams) -> None:
         """Raise the answer to a call whose prompts so far would have ``count`` log probabilities,
         if those of the longest output fit."""
-        most = max(_MOST_LOGPROBS, self.client.inputs.max_model_len * (MAX_LOGPROBS + 1))
+        most = max(_MOST_LOGPROBS, self.client.inputs.max_model_len * (_USUAL_LOGPROBS + 1))
         if count > most:
             asked = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}
             names = [name for name, value in asked.items() if value is not None]
