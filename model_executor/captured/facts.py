@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from ..sharding import ShardRule
+
 
 def is_known(architecture: str) -> bool:
     """Whether the installed library names this architecture among its causal language models; its
@@ -30,6 +32,7 @@ class AttentionFacts:
         value_dim: of values.
         window: positions that a query sees, itself included; 0: all.
         chunk: a query sees the positions from the last multiple of it on; 0: all.
+        ranks: over which heads are spread; 1: every rank computes all of them.
     """
 
     num_heads: int
@@ -38,11 +41,31 @@ class AttentionFacts:
     value_dim: int
     window: int = 0
     chunk: int = 0
+    ranks: int = 1
+
+    @property
+    def local_kv_heads(self) -> int:
+        """KV heads of a rank; several ranks hold the same one where there are more of them."""
+        return max(1, self.num_kv_heads // self.ranks)
 
     @property
     def reach(self) -> int:
         """Positions that a query can see at most, itself included; 0: all."""
         return min(filter(None, (self.window, self.chunk)), default=0)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """How a parameter is spread over the ranks: by ``rule``, whose dimension is the parameter's.
+
+    ``kind`` says what that means: "column" for a linear layer whose outputs are split, "row" for
+    one whose inputs are, "vocabulary" for the embedding and the head, "like" for what is computed
+    with split activations, "summand" for what rank 0 alone adds to a sum over the ranks.
+    """
+
+    name: str
+    kind: str
+    rule: ShardRule
 
 
 @dataclass(frozen=True)
@@ -58,6 +81,9 @@ class CapturedFacts:
         layers: name of the model's list of layers, if it has one of a layer for each call.
         kinds: for each layer, the number of the first one that is made as it is.
         siblings: names of linear layers that are merged, a group each.
+        ranks: that hold the model together.
+        shards: parameters of which a rank holds a part.
+        whole: linear layers of which every rank holds all, and why.
     """
 
     config: str
@@ -67,3 +93,6 @@ class CapturedFacts:
     layers: str = ""
     kinds: tuple[int, ...] = ()
     siblings: tuple[tuple[str, ...], ...] = ()
+    ranks: int = 1
+    shards: tuple[Shard, ...] = ()
+    whole: tuple[tuple[str, str], ...] = ()
