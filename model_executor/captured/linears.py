@@ -7,7 +7,8 @@ parts of one layer, whose weight is loaded where its parts lie: nothing is copie
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from ..layers import Linear
 from ..sharding import Part, ShardRule
+from .facts import Shard
 
 
 class Siblings:
@@ -64,8 +66,9 @@ def is_linear(module: nn.Module) -> bool:
 class _Shared:
     """Calls the layer of some siblings for the first of them, and hands out the parts."""
 
-    def __init__(self, linear: Linear, sizes: Sequence[int]) -> None:
-        self.linear, self.sizes = linear, list(sizes)
+    def __init__(self, linear: Linear, sizes: Sequence[int], rows: Sequence[int]) -> None:
+        """``sizes`` are what the layers make in all, ``rows`` what a rank has of each."""
+        self.linear, self.sizes, self.rows = linear, list(sizes), list(rows)
         self.x: Tensor | None = None
         self.parts: dict[int, Tensor] = {}
 
@@ -85,13 +88,17 @@ class Sibling(nn.Module):
     def __init__(self, shared: _Shared, place: int) -> None:
         super().__init__()
         self.shared, self.place = shared, place
-        self.in_features, self.out_features = shared.linear.shape[1], shared.sizes[place]
+        self.in_features, self.out_features = shared.linear.in_features, shared.sizes[place]
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The first row of the part in the shared layer, and how many there are."""
+        return sum(self.shared.rows[: self.place]), self.shared.rows[self.place]
 
     def tensor(self, kind: str) -> Tensor | None:
         """The part of the weight or the bias."""
         whole = getattr(self.shared.linear, kind)
-        start = sum(self.shared.sizes[: self.place])
-        return None if whole is None else whole.detach()[start : start + self.out_features]
+        return None if whole is None else whole.detach().narrow(0, *self.rows)
 
     @property
     def weight(self) -> Tensor | None:
@@ -105,20 +112,37 @@ class Sibling(nn.Module):
         return self.shared.part(self.place, x)
 
 
-def replace_linears(model: nn.Module, siblings: Sequence[Sequence[str]]) -> None:
+def replace_linears(
+    model: nn.Module,
+    siblings: Sequence[Sequence[str]],
+    shards: Mapping[str, Shard] | None = None,
+    world: int = 1,
+) -> None:
     """Put our layers in the place of the library's linear layers, but for the head, which may share
-    its weight with the embedding; those of a group of ``siblings`` become parts of one."""
+    its weight with the embedding; those of a group of ``siblings`` become parts of one.
+
+    Args:
+        shards: by the names of parameters; of these the layers have what one of ``world`` ranks
+            holds.
+    """
+    spread = {name: shard.rule for name, shard in (shards or {}).items()}
     head = model.get_output_embeddings()  # type: ignore[operator]
     for names in siblings:
         linears = [model.get_submodule(name) for name in names]
+        rules = [spread.get(f"{name}.weight") for name in names]
         parent = model.get_submodule(names[0].rpartition(".")[0])
-        shared = _Shared(_like(linears), [int(one.out_features) for one in linears])  # type: ignore[arg-type]
+        sizes = [int(one.out_features) for one in linears]  # type: ignore[arg-type]
+        rows = [
+            size if rule is None or rule.dim else rule.local_size(world)
+            for size, rule in zip(sizes, rules, strict=True)
+        ]
+        shared = _Shared(_like(linears, rules, world), sizes, rows)
         parent.add_module("+".join(name.rpartition(".")[2] for name in names), shared.linear)
         for place, name in enumerate(names):
             _set(model, name, Sibling(shared, place))
     for name, module in list(model.named_modules()):
         if is_linear(module) and module is not head:
-            _set(model, name, _like([module]))
+            _set(model, name, _like([module], [spread.get(f"{name}.weight")], world))
 
 
 def _set(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -126,15 +150,29 @@ def _set(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), last, module)
 
 
-def _like(linears: Sequence[Any]) -> Linear:
+def _like(linears: Sequence[Any], rules: Sequence[ShardRule | None], world: int) -> Linear:
     first, rows = linears[0], sum(one.out_features for one in linears)
-    rule = ShardRule(0, (Part("", rows, 1),), split=False)
-    made = Linear(first.in_features, rows, rule, bias=first.bias is not None)
+    rule = _joined([one.out_features for one in linears], rules)
+    made = Linear(first.in_features, rows, rule, bias=first.bias is not None, world=world)
     for kind in ("weight", "bias"):
         if (tensor := getattr(made, kind)) is not None:
             tensor.data = torch.empty_like(tensor, dtype=getattr(first, kind).dtype)
     made.in_features, made.out_features = first.in_features, rows
     return made
+
+
+def _joined(sizes: Sequence[int], rules: Sequence[ShardRule | None]) -> ShardRule:
+    """The rule of a weight that is several ones, of which some may be whole on every rank."""
+    split = [rule for rule in rules if rule is not None]
+    if not split:
+        return ShardRule(0, (Part("", sum(sizes), 1),), split=False)
+    if split[0].dim == 1:  # they read the same, so that all are split there
+        return split[0]
+    parts = []
+    for number, (size, rule) in enumerate(zip(sizes, rules, strict=True)):
+        own = rule.parts if rule else (Part("", size, 1, replicate=True),)
+        parts += [replace(part, name=f"{number}.{part.name}") for part in own]
+    return ShardRule(0, tuple(parts))
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

@@ -26,13 +26,14 @@ from .interfaces import Recorder, Refused
 from .library import build, canonical, first_line, read_config, version
 from .linears import Siblings
 from .model import run
+from .ranks.plan import planned_facts
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NUM_TOKENS = 37
 
 
-def captured_spec(config: HfConfig, architecture: str) -> ModelSpec:
-    """The spec of a model without an adapter.
+def captured_spec(config: HfConfig, architecture: str, ranks: int = 1) -> ModelSpec:
+    """The spec of a model without an adapter, which ``ranks`` hold together.
 
     Raises:
         UserError: the library does not know it, or it needs what the engine does not have; says
@@ -45,14 +46,17 @@ def captured_spec(config: HfConfig, architecture: str) -> ModelSpec:
             "architectures with an adapter yet; use the model's unquantized weights"
         )
     read = read_config(path, values, architecture)
-    return spec_of(read, str(path), architecture, path.parent)
+    return spec_of(read, str(path), architecture, path.parent, ranks)
 
 
-def spec_of(read: Any, what: str, architecture: str, folder: Path | None = None) -> ModelSpec:
+def spec_of(
+    read: Any, what: str, architecture: str, folder: Path | None = None, ranks: int = 1
+) -> ModelSpec:
     """The spec of a configuration of the library; errors are those of ``captured_spec``.
 
     Args:
         folder: where the checkpoint is, if there is one, which may have tied weights apart.
+        ranks: that hold the model together.
     """
     what = f"{what}: {architecture!r}"
     dtype_name = _dtype_name(read)
@@ -60,6 +64,8 @@ def spec_of(read: Any, what: str, architecture: str, folder: Path | None = None)
     facts = CapturedFacts(text, version())
     notes = {} if folder is None else _untied(facts, folder)
     facts, vocab_size = probe(replace(facts, untied=tuple(notes)), dtype_name, what)
+    if ranks > 1:
+        facts = planned_facts(facts, _DTYPES[dtype_name], ranks, what)
     calls = facts.attention
     shape = read.get_text_config(decoder=True)
     first = calls[0]

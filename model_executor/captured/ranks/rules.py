@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .... import ops
-from ...parallel import GROUP
 from ...sharding import Part
 from .spread import (
     POINTWISE,
@@ -27,6 +26,7 @@ from .spread import (
     same_parts,
     scaled,
     split_as,
+    sum_over_ranks,
     summand,
     whole,
 )
@@ -162,7 +162,7 @@ def _reduce(func: Any, given: dict[str, Any]) -> Any:
     kinds = {_ATEN.mean.dim: 1 / x.world, _ATEN.sum.dim_IntList: 1}
     if func not in kinds or any(part.replicate for part in x.parts):
         raise _no_sum(func, x)
-    total = ops.all_reduce(made, GROUP)
+    total = sum_over_ranks(made)
     return total if kinds[func] == 1 else total * kinds[func]
 
 

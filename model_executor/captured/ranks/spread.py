@@ -115,7 +115,7 @@ class Spread(Tensor):
         if not self.partial:
             return self.local
         if self._total is None:
-            self._total = ops.all_reduce(self.local.contiguous(), GROUP)
+            self._total = sum_over_ranks(self.local)
         return self._total
 
     @classmethod
@@ -125,8 +125,10 @@ class Spread(Tensor):
         return run(func, args, kwargs or {})
 
 
-def split_as(local: Tensor, dim: int, parts: Sequence[Part], *sources: Spread) -> Spread:
-    """The spread tensor of which a rank has ``local``."""
+def split_as(local: Tensor, dim: int, parts: Sequence[Part], *sources: Spread) -> Any:
+    """The spread tensor of which a rank has ``local``; that itself, if it is the whole one."""
+    if all(part.replicate and part.units == 1 for part in parts):
+        return local
     dim = dim % local.dim()
     shape = list(local.shape)
     shape[dim] = sum(part.size for part in parts)
@@ -150,6 +152,11 @@ def whole(x: Any) -> Any:
     return x
 
 
+def sum_over_ranks(x: Tensor) -> Tensor:
+    """The sum of the ranks' tensors, of rows each."""
+    return ops.all_reduce(x.flatten(0, -2).contiguous(), GROUP).view(x.shape)
+
+
 def gathered(x: Tensor) -> Tensor:
     """The whole tensor of one that is split evenly along its last dimension."""
     x = whole(x)
@@ -157,7 +164,8 @@ def gathered(x: Tensor) -> Tensor:
         return x
     if x.split_dim != x.dim() - 1 or len(x.parts) > 1 or x.parts[0].replicate:
         raise NotSpreadError("what it returns is split in parts that are not in order", x)
-    return ops.all_gather(x.local, x.world, GROUP)
+    rows = ops.all_gather(x.local.flatten(0, -2), x.world, GROUP)
+    return rows.view(x.shape)
 
 
 def local_size(part: Part, world: int) -> int:
