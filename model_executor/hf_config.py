@@ -21,7 +21,9 @@ from .sources.hub import hub_name, small_files, weight_files
 from .spec import ModelSpec, check_blocks
 
 
-def read_spec(folder: Path | str, impl: str = "auto", lookup: Lookup = nowhere) -> ModelSpec:
+def read_spec(
+    folder: Path | str, impl: str = "auto", lookup: Lookup = nowhere, ranks: int = 1
+) -> ModelSpec:
     """Read and check ``config.json`` of a model folder, and fit it to the folder's checkpoint where
     there is one.
 
@@ -29,6 +31,7 @@ def read_spec(folder: Path | str, impl: str = "auto", lookup: Lookup = nowhere) 
         impl: as the option ``model_impl``.
         lookup: finds artifacts that describe a model without an adapter, whose library is imported
             otherwise.
+        ranks: over which a model without an adapter is to be spread, ``tensor_parallel_size``.
 
     Raises:
         UserError: the folder or the file cannot be read, a field is missing or wrong, or the
@@ -55,13 +58,13 @@ def read_spec(folder: Path | str, impl: str = "auto", lookup: Lookup = nowhere) 
             "auto, which captures its implementation in transformers"
         )
     if name not in ARCHITECTURES or impl == "transformers":
-        if described := described_spec(folder, config.values, lookup):
+        if described := described_spec(folder, config.values, lookup, ranks):
             return described
         _check_known(config, name)
         # Only now: it imports torch and a library, which takes seconds.
         from .captured.read import captured_spec
 
-        return captured_spec(config, name)
+        return captured_spec(config, name, ranks)
     spec = ARCHITECTURES[name].spec(config, name)
     names = checkpoint_names(ARCHITECTURES[name].weights, spec.num_layers, spec.num_experts)
     quant = read_quantization(config, names, spec.num_layers)

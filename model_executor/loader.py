@@ -22,6 +22,7 @@ from .captured.described import Lookup, nowhere
 from .captured.model import CapturedModel, fill_captured
 from .captured.moves import copy_moves
 from .captured.quantized.load import fill_quantized, quantized_moves
+from .captured.ranks.held import moves_of_rank, set_captured_rank
 from .captured.skeleton import Skeleton, planned
 from .captured.text_decoder import stored_model
 from .checkpoint import TensorInfo, open_checkpoint_file, read_headers
@@ -83,8 +84,8 @@ def load_model(
     """
     if spec.captured:
         if load_format == "dummy":
-            return _dummy_captured(spec, device, seed)
-        return _load_captured(spec, Path(folder), device, progress, lookup)
+            return _dummy_captured(spec, device, seed, rank)
+        return _load_captured(spec, Path(folder), device, progress, lookup, rank)
     stage, tp_rank = divmod(rank, spec.tensor_parallel_size)
     try:
         model = DecoderModel(stage_of(spec, stage))
@@ -114,10 +115,13 @@ def load_model(
     return model.eval()
 
 
-def _dummy_captured(spec: ModelSpec, device: torch.device | str, seed: int) -> CapturedModel:
+def _dummy_captured(
+    spec: ModelSpec, device: torch.device | str, seed: int, rank: int
+) -> CapturedModel:
     model = CapturedModel(spec)
     materialize(model, None, device)
     fill_captured(model, seed)
+    set_captured_rank(model, rank)
     return model
 
 
@@ -127,6 +131,7 @@ def _load_captured(
     device: torch.device | str,
     progress: ProgressBar,
     lookup: Lookup,
+    rank: int,
 ) -> CapturedModel | Skeleton:
     model: CapturedModel | Skeleton
     if described := planned(spec, folder, lookup):
@@ -143,6 +148,8 @@ def _load_captured(
         moves = stored.moves(found)
     materialize(model, None, device)
     tensors = model.library_tensors()
+    moves = moves_of_rank(moves, spec.captured, rank)
+    set_captured_rank(model, rank)
     with progress("Loading weights", sum(move.nbytes for move in moves)) as advance:
         copy_moves(moves, tensors, advance)
     return model

@@ -71,11 +71,15 @@ def check_parallel(
         UserError: names what does not divide, and the numbers that would work; or the model has
             no experts to spread, or one rank would hold them all.
     """
-    if spec.captured and world * num_stages > 1:
-        name = "tensor" if world > 1 else "pipeline"
+    if spec.captured and num_stages > 1:
         raise UserError(
-            f"{name}_parallel_size={max(world, num_stages)}: a model without an adapter runs on "
-            "one rank; give 1"
+            f"pipeline_parallel_size={num_stages}: a model without an adapter runs in one stage; "
+            "leave it out, and give tensor_parallel_size the number of ranks"
+        )
+    if spec.captured and expert_parallel:
+        raise UserError(
+            "enable_expert_parallel: each expert of a model without an adapter is split over the "
+            "ranks; leave it out"
         )
     if num_stages > spec.num_layers:
         raise UserError(
@@ -101,7 +105,10 @@ def fitting(spec: ModelSpec, most: int) -> list[int]:
 
 
 def why_not(spec: ModelSpec, world: int) -> str:
-    """Why a model does not spread over ``world`` ranks, or an empty string."""
+    """Why a model does not spread over ``world`` ranks, or an empty string.  What does not divide of
+    a model without an adapter stays whole on every rank."""
+    if spec.captured:
+        return ""
     sizes = {"num_attention_heads": spec.num_heads, **_inner(spec), "vocab_size": spec.vocab_size}
     for name, size in sizes.items():
         if size % world:

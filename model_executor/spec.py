@@ -132,7 +132,7 @@ class ModelSpec:
         dtype_name = "float8_e4m3fn" if self.fp8_kv_cache else self.dtype_name
         heads = [(self.local_kv_heads, self.head_dim)] * self.num_layers
         if self.captured:
-            heads = [(call.num_kv_heads, call.head_dim) for call in self.captured.attention]
+            heads = [(call.local_kv_heads, call.head_dim) for call in self.captured.attention]
         specs = [
             KVCacheSpec(KV_PAIRS, num_heads, (width,), dtype_name, window)
             for (num_heads, width), window in zip(heads, self.sliding_windows, strict=True)

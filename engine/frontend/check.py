@@ -35,7 +35,7 @@ def check_start(options: EngineOptions, *, weights: bool = True) -> None:
     weights = weights and options.load_format != "dummy"
     lookup = partial(artifacts_having, options)
     folder = model_folder(options.model, weights=weights, lookup=lookup)
-    spec = read_spec(folder, options.model_impl, lookup)
+    spec = read_spec(folder, options.model_impl, lookup, options.tensor_parallel_size)
     check_limits(options, model_limits(spec))
     if spec.quant is None and options.quantization is not None:
         check_online_kind(spec, options.quantization)

@@ -59,15 +59,18 @@ class DescribedSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tied: tuple[Tied, ...]
 
 
-def described_spec(folder: Path, values: Mapping[str, Any], lookup: Lookup) -> ModelSpec | None:
+def described_spec(
+    folder: Path, values: Mapping[str, Any], lookup: Lookup, ranks: int = 1
+) -> ModelSpec | None:
     """The spec of a folder that some artifact describes; None if none does.
 
     Args:
         values: of ``config.json``.
+        ranks: over which the model is spread.
     """
     if (headers := raw_headers(folder)) is None:
         return None
-    for name, artifact in artifacts_of(values, headers, lookup):
+    for name, artifact in artifacts_of(values, headers, lookup, ranks):
         try:
             described = msgspec.json.decode(artifact.read(name + SPEC), type=DescribedSpec)
             if all(_holds(tied, headers) for tied in described.tied):
@@ -78,24 +81,27 @@ def described_spec(folder: Path, values: Mapping[str, Any], lookup: Lookup) -> M
 
 
 def artifacts_of(
-    values: Mapping[str, Any], headers: Mapping[str, RawTensor], lookup: Lookup
+    values: Mapping[str, Any], headers: Mapping[str, RawTensor], lookup: Lookup, ranks: int
 ) -> Iterator[tuple[str, Files]]:
     """The artifacts that describe a model, each with the folder of the description in it."""
-    name = described_folder(values, headers)
+    name = described_folder(values, headers, ranks)
     for artifact in lookup(name + SPEC):
         yield name, artifact
 
 
-def described_folder(values: Mapping[str, Any], headers: Mapping[str, RawTensor]) -> str:
+def described_folder(
+    values: Mapping[str, Any], headers: Mapping[str, RawTensor], ranks: int
+) -> str:
     """The folder in an artifact that describes a model: it names all that the description depends
     on but the version of the library, which the description has in it.
 
     Args:
         values: of ``config.json``.
         headers: from ``raw_headers``; neither files nor places in them count.
+        ranks: over which the model is spread.
     """
     rows = sorted((name, tensor.dtype, tensor.shape) for name, tensor in headers.items())
-    facts = [_sources(), version("torch"), values, rows]
+    facts = [_sources(), version("torch"), values, rows, ranks]
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return f"described/{hashlib.sha256(text.encode()).hexdigest()[:32]}/"
 

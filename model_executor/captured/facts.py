@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from ..sharding import ShardRule
+
 
 def is_known(architecture: str) -> bool:
     """Whether the installed library names this architecture among its causal language models; its
@@ -30,6 +32,7 @@ class AttentionFacts:
         value_dim: of values.
         window: positions that a query sees, itself included; 0: all.
         chunk: a query sees the positions from the last multiple of it on; 0: all.
+        ranks: over which heads are spread; 1: every rank computes all of them.
     """
 
     num_heads: int
@@ -38,6 +41,12 @@ class AttentionFacts:
     value_dim: int
     window: int = 0
     chunk: int = 0
+    ranks: int = 1
+
+    @property
+    def local_kv_heads(self) -> int:
+        """KV heads of a rank; several ranks hold the same one where there are more of them."""
+        return max(1, self.num_kv_heads // self.ranks)
 
     @property
     def reach(self) -> int:
@@ -62,6 +71,20 @@ class LinearFacts:
 
 
 @dataclass(frozen=True)
+class Shard:
+    """How a parameter is spread over the ranks: by ``rule``, whose dimension is the parameter's.
+
+    ``kind`` says what that means: "column" for a linear layer whose outputs are split, "row" for
+    one whose inputs are, "vocabulary" for the embedding and the head, "like" for what is computed
+    with split activations, "summand" for what rank 0 alone adds to a sum over the ranks.
+    """
+
+    name: str
+    kind: str
+    rule: ShardRule
+
+
+@dataclass(frozen=True)
 class CapturedFacts:
     """A model that is captured from its library.
 
@@ -76,6 +99,9 @@ class CapturedFacts:
         kinds: for each layer, the number of the first one that is made as it is.
         siblings: names of linear layers that are merged, a group each.
         linears: the linear layers that can be quantized.
+        ranks: that hold the model together.
+        shards: parameters of which a rank holds a part.
+        unsplit: linear layers of which every rank holds all, and why.
     """
 
     config: str
@@ -87,3 +113,6 @@ class CapturedFacts:
     siblings: tuple[tuple[str, ...], ...] = ()
     linears: tuple[LinearFacts, ...] = ()
     whole: str = ""
+    ranks: int = 1
+    shards: tuple[Shard, ...] = ()
+    unsplit: tuple[tuple[str, str], ...] = ()

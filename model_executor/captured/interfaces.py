@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -21,6 +21,7 @@ from ... import ops
 from ..attention import AttentionInputs
 from ..experts import ExpertLinear
 from .facts import AttentionFacts
+from .ranks.heads import heads_of_rank
 
 NAME = "fusewright"
 """The implementation of attention, masks and experts that models are built with."""
@@ -183,6 +184,8 @@ def attention(
         window=mask.window,
         chunk=mask.chunk,
     )
+    (query, key, value, s_aux), place = heads_of_rank(query, key, value, s_aux)
+    facts = replace(facts, ranks=place.ranks)
     padded = value
     if facts.value_dim < width:  # a block has keys and values of one width
         zeros = value.new_zeros((*value.shape[:-1], width - facts.value_dim))
@@ -191,7 +194,7 @@ def attention(
     q = q.contiguous()  # keys and values are copied into their cache, from any strides
     scale = width**-0.5 if scaling is None else scaling
     out = _attend.get()(AttentionCall(facts, q, k, v, scale, softcap or 0.0, s_aux))
-    return out[None, ..., : facts.value_dim], None
+    return place.spread(out[None, ..., : facts.value_dim]), None
 
 
 def _says(value: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ..experts import ExpertLinear
 from ..layers import Linear
 from ..quant.scheme import QuantKind
 from ..sharding import Part, ShardRule
+from .facts import Shard
 from .quantized.formats import OF_EXPERTS, is_experts, is_linear as is_linear, mergeable
 
 
@@ -63,8 +65,9 @@ class Siblings:
 class _Shared:
     """Calls the layer of some siblings for the first of them, and hands out the parts."""
 
-    def __init__(self, linear: Linear, sizes: Sequence[int]) -> None:
-        self.linear, self.sizes = linear, list(sizes)
+    def __init__(self, linear: Linear, sizes: Sequence[int], rows: Sequence[int]) -> None:
+        """``sizes`` are what the layers make in all, ``rows`` what a rank has of each."""
+        self.linear, self.sizes, self.rows = linear, list(sizes), list(rows)
         self.x: Tensor | None = None
         self.parts: dict[int, Tensor] = {}
 
@@ -84,13 +87,17 @@ class Sibling(nn.Module):
     def __init__(self, shared: _Shared, place: int) -> None:
         super().__init__()
         self.shared, self.place = shared, place
-        self.in_features, self.out_features = shared.linear.shape[1], shared.sizes[place]
+        self.in_features, self.out_features = shared.linear.in_features, shared.sizes[place]
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The first row of the part in the shared layer, and how many there are."""
+        return sum(self.shared.rows[: self.place]), self.shared.rows[self.place]
 
     def tensor(self, kind: str) -> Tensor | None:
         """The part of the weight or the bias."""
         whole = getattr(self.shared.linear, kind)
-        start = sum(self.shared.sizes[: self.place])
-        return None if whole is None else whole.detach()[start : start + self.out_features]
+        return None if whole is None else whole.detach().narrow(0, *self.rows)
 
     @property
     def weight(self) -> Tensor | None:
@@ -108,6 +115,8 @@ def replace_linears(
     model: nn.Module,
     siblings: Sequence[Sequence[str]],
     formats: Mapping[str, QuantKind] = MappingProxyType({}),
+    shards: Mapping[str, Shard] = MappingProxyType({}),
+    world: int = 1,
 ) -> None:
     """Put our layers in the place of the library's linear layers, but for the head, which may share
     its weight with the embedding; those of a group of ``siblings`` become parts of one where their
@@ -115,19 +124,32 @@ def replace_linears(
 
     Args:
         formats: how layers are quantized, see ``formats_of``.
+        shards: by the names of parameters; of these the layers have what one of ``world`` ranks
+            holds.
     """
+    spread = {name: shard.rule for name, shard in shards.items()}
     head = model.get_output_embeddings()  # type: ignore[operator]
     for names in [part for group in siblings for part in mergeable(model, group, formats)]:
         linears = [model.get_submodule(name) for name in names]
+        rules = [spread.get(f"{name}.weight") for name in names]
         parent = model.get_submodule(names[0].rpartition(".")[0])
+        sizes = [int(one.out_features) for one in linears]  # type: ignore[arg-type]
+        rows = [
+            size if rule is None or rule.dim else rule.local_size(world)
+            for size, rule in zip(sizes, rules, strict=True)
+        ]
         kind = formats.get(names[0])
-        shared = _Shared(_like(linears, kind), [int(one.out_features) for one in linears])  # type: ignore[arg-type]
+        shared = _Shared(_like(linears, kind, rules, world), sizes, rows)
         parent.add_module("+".join(name.rpartition(".")[2] for name in names), shared.linear)
         for place, name in enumerate(names):
             _set(model, name, Sibling(shared, place))
     for name, module in list(model.named_modules()):
         if is_linear(module) and module is not head:
-            _set(model, name, _like([module], formats.get(name)))
+            _set(
+                model,
+                name,
+                _like([module], formats.get(name), [spread.get(f"{name}.weight")], world),
+            )
         elif is_experts(module):
             for kind in OF_EXPERTS:
                 if f"{name}.{kind}" in formats:
@@ -148,15 +170,31 @@ def _set(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), last, module)
 
 
-def _like(linears: Sequence[Any], quant: QuantKind | None) -> Linear:
+def _like(
+    linears: Sequence[Any], quant: QuantKind | None, rules: Sequence[ShardRule | None], world: int
+) -> Linear:
     first, rows = linears[0], sum(one.out_features for one in linears)
-    rule = ShardRule(0, (Part("", rows, 1),), split=False)
-    made = Linear(first.in_features, rows, rule, first.bias is not None, quant)
+    rule = _joined([one.out_features for one in linears], rules)
+    made = Linear(first.in_features, rows, rule, first.bias is not None, quant, world=world)
     for kind in ("bias",) if quant else ("weight", "bias"):
         if (tensor := getattr(made, kind)) is not None:
             tensor.data = torch.empty_like(tensor, dtype=getattr(first, kind).dtype)
     made.in_features, made.out_features = first.in_features, rows
     return made
+
+
+def _joined(sizes: Sequence[int], rules: Sequence[ShardRule | None]) -> ShardRule:
+    """The rule of a weight that is several ones, of which some may be whole on every rank."""
+    split = [rule for rule in rules if rule is not None]
+    if not split:
+        return ShardRule(0, (Part("", sum(sizes), 1),), split=False)
+    if split[0].dim == 1:  # they read the same, so that all are split there
+        return split[0]
+    parts = []
+    for number, (size, rule) in enumerate(zip(sizes, rules, strict=True)):
+        own = rule.parts if rule else (Part("", size, 1, replicate=True),)
+        parts += [replace(part, name=f"{number}.{part.name}") for part in own]
+    return ShardRule(0, tuple(parts))
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:

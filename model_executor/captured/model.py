@@ -19,6 +19,8 @@ from .interfaces import Attend, PagedAttention, Positions, attending, no_cache
 from .library import build
 from .linears import replace_linears, tensors_of
 from .quantized.formats import formats_of, is_experts
+from .ranks.held import SpreadParameters
+from .ranks.spread import gathered, whole
 
 
 class CapturedModel(nn.Module):
@@ -29,13 +31,20 @@ class CapturedModel(nn.Module):
     own, and runs as it is written.
     """
 
+    first_id: Tensor | None
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         assert spec.captured is not None
         self.spec = spec
         self.facts: CapturedFacts = spec.captured
         self.library = build(self.facts, spec.dtype)
-        replace_linears(self.library, self.facts.siblings, formats_of(spec))
+        shards = {shard.name: shard for shard in self.facts.shards}
+        ranks = self.facts.ranks
+        replace_linears(self.library, self.facts.siblings, formats_of(spec), shards, ranks)
+        self.spread = SpreadParameters(self.library, shards, ranks)
+        first = torch.zeros(1, dtype=torch.int32) if ranks > 1 else None
+        self.register_buffer("first_id", first)
 
     def gathered(self) -> list[Tensor]:
         """The tensors of which a step reads a few rows alone."""
@@ -60,7 +69,8 @@ class CapturedModel(nn.Module):
         attend = PagedAttention(attention, kv_caches, groups)
         # Bounds that show in the graph: what is computed of positions alone becomes a table.
         positions = positions.clamp(0, spec.max_position_embeddings - 1)
-        return run(self.library, inputs, positions, attend, attention.query_start_loc)
+        with self.spread.in_place(self.first_id):
+            return run(self.library, inputs, positions, attend, attention.query_start_loc)
 
 
 def run(
@@ -85,7 +95,7 @@ def run(
     def last(module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
         # Ahead of the head: it is the largest matrix, and most tokens of a prefill need no logits.
         assert query_start_loc is not None
-        return (ops.gather_last_token(args[0][0], query_start_loc)[None],)
+        return (ops.gather_last_token(whole(args[0])[0], query_start_loc)[None],)
 
     hook = None if query_start_loc is None else head.register_forward_pre_hook(last)
     try:
@@ -99,7 +109,7 @@ def run(
     finally:
         if hook is not None:
             hook.remove()
-    return out.logits[0]  # type: ignore[no-any-return]
+    return gathered(out.logits)[0]
 
 
 def position_arguments(model: nn.Module, positions: Tensor) -> dict[str, Tensor]:

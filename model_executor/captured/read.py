@@ -27,14 +27,15 @@ from .library import build, canonical, first_line, read_config, version
 from .linears import Siblings
 from .model import run
 from .quantized.formats import checkpoint_scheme, linears_of
+from .ranks.plan import planned_facts
 from .text_decoder import stored_model, text_config
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _NUM_TOKENS = 37
 
 
-def captured_spec(config: HfConfig, architecture: str) -> ModelSpec:
-    """The spec of a model without an adapter.
+def captured_spec(config: HfConfig, architecture: str, ranks: int = 1) -> ModelSpec:
+    """The spec of a model without an adapter, which ``ranks`` hold together.
 
     Raises:
         UserError: the library does not know it, or it needs what the engine does not have; says
@@ -43,19 +44,24 @@ def captured_spec(config: HfConfig, architecture: str) -> ModelSpec:
     path, values = config.path, config.values
     read = read_config(path, values, architecture)
     found = found_in(path.parent)
-    spec = spec_of(read, str(path), architecture, found)
+    spec = spec_of(read, str(path), architecture, found, ranks)
     quant = checkpoint_scheme(config, spec, found)
     check_blocks(path, spec, quant)
     return replace(spec, quant=quant)
 
 
 def spec_of(
-    read: Any, what: str, architecture: str, found: Mapping[str, TensorInfo] = MappingProxyType({})
+    read: Any,
+    what: str,
+    architecture: str,
+    found: Mapping[str, TensorInfo] = MappingProxyType({}),
+    ranks: int = 1,
 ) -> ModelSpec:
     """The spec of a configuration of the library; errors are those of ``captured_spec``.
 
     Args:
         found: the tensors of the checkpoint, if there is one, which may have tied weights apart.
+        ranks: that hold the model together.
     """
     what = f"{what}: {architecture!r}"
     whole, read = read, text_config(read)
@@ -65,6 +71,8 @@ def spec_of(
         facts = replace(facts, whole=canonical(whole))
     notes = _notes(facts, found)
     facts, vocab_size = probe(replace(facts, untied=tuple(filter(None, notes))), dtype_name, what)
+    if ranks > 1:
+        facts = planned_facts(facts, _DTYPES[dtype_name], ranks, what)
     calls = facts.attention
     shape = read.get_text_config(decoder=True)
     first = calls[0]

@@ -141,7 +141,7 @@ def planned(spec: ModelSpec, folder: Path, lookup: Lookup) -> Planned | None:
         return None
     values, wanted = read_json(folder / "config.json"), _weights_of(spec)
     found = read_headers(folder)
-    for name, artifact in artifacts_of(values, headers, lookup):
+    for name, artifact in artifacts_of(values, headers, lookup, spec.tensor_parallel_size):
         with suppress(UserError, msgspec.MsgspecError, KeyError, AttributeError, ValueError):
             described = msgspec.json.decode(artifact.read(name + MODEL), type=DescribedModel)
             moves = load_moves(described.moves, found)
@@ -152,9 +152,8 @@ def planned(spec: ModelSpec, folder: Path, lookup: Lookup) -> Planned | None:
 
 
 def is_describable(spec: ModelSpec) -> bool:
-    """Whether a rank loads every tensor whole and as it is."""
-    ranks = spec.tensor_parallel_size * spec.pipeline_parallel_size
-    return spec.captured is not None and spec.quant is None and ranks == 1
+    """Whether a rank loads tensors, or slices of them, as they are."""
+    return spec.captured is not None and spec.quant is None
 
 
 def describe(spec: ModelSpec, folder: Path) -> dict[str, bytes]:
@@ -174,7 +173,7 @@ def describe(spec: ModelSpec, folder: Path) -> dict[str, bytes]:
     assert spec.captured is not None
     config = HfConfig(folder / "config.json", read_json(folder / "config.json"))
     found = read_headers(folder)
-    stated = captured_spec(config, spec.architecture)
+    stated = captured_spec(config, spec.architecture, spec.tensor_parallel_size)
     stored = stored_model(spec.captured, spec.dtype)
     moves = dump_moves(stored.moves(found), found)
     if spec.captured.untied:
@@ -195,7 +194,7 @@ def describe(spec: ModelSpec, folder: Path) -> dict[str, bytes]:
         gathered=tuple(name for name, p in model.named_parameters() if id(p) in gathered),
         moves=moves,
     )
-    name = described_folder(config.values, headers)
+    name = described_folder(config.values, headers, spec.tensor_parallel_size)
     return {
         name + SPEC: msgspec.json.encode(DescribedSpec(stated, tied)),
         name + MODEL: msgspec.json.encode(described),
@@ -226,11 +225,10 @@ def _rows(library: nn.Module) -> Iterator[_Rows]:
     for name, module in library.named_modules():
         if not isinstance(module, Sibling):
             continue
-        start = sum(module.shared.sizes[: module.place])
         for kind in ("weight", "bias"):
             whole = getattr(module.shared.linear, kind)
             if whole is not None:
-                yield _Rows(f"{name}.{kind}", names[id(whole)], start, module.out_features)
+                yield _Rows(f"{name}.{kind}", names[id(whole)], *module.rows)
 
 
 def _dtype_name(tensor: Tensor) -> str:
