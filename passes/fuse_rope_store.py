@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from .raising.fold_views import reordered
 from .rule import EXACT, is_call, writes
 from .sites import Match, Miss, SitePass, call
+from .subgraph import fake_value
 
 
 def _read(rotary: fx.Node) -> Match | None:
@@ -34,7 +36,8 @@ def _read(rotary: fx.Node) -> Match | None:
     rotated = list(rotary.users)
     (q,) = (item for item in rotated if item.args[1] == 0)
     fused = call(torch.ops.fw.rope_kv_store.default, _arguments(rotary, store, norms))
-    return Match(store, [*norms, rotary, *rotated, store], [q], fused)
+    (k,) = (item for item in rotated if item is not q)
+    return Match(store, [*norms, rotary, *rotated, *_moves(k), store], [q], fused)
 
 
 def _why_no_norms(norms: list[fx.Node]) -> str:
@@ -59,7 +62,7 @@ def _store(rotary: fx.Node) -> tuple[Any, str]:
         items[user.args[1]] = user
     if len(rotary.users) != 2 or set(items) != {0, 1}:
         return None, f"the rotated q and k are taken {len(rotary.users)} times, not once each"
-    k = items[1]
+    k = [items[1], *_moves(items[1])][-1]
     stores = [u for u in k.users if is_call(u, torch.ops.fw.kv_store.default)]
     others = [u for u in k.users if u not in stores[:1]]
     if not stores:
@@ -74,6 +77,23 @@ def _store(rotary: fx.Node) -> tuple[Any, str]:
     if early:
         return None, f"the rotated q is read before the store is done, by {early[0].name}"
     return store, ""
+
+
+def _moves(k: fx.Node) -> list[fx.Node]:
+    """The transpositions and copies that lead from the rotated keys to themselves, which nothing
+    else reads; a model makes some where it joins rotated columns with others."""
+    path: list[fx.Node] = []
+    kept, node = 0, k
+    while len(node.users) == 1:
+        (node,) = node.users
+        path.append(node)
+        order: list[int] | None = list(range(fake_value(k).dim()))
+        for moved in reversed(path):
+            order = order and reordered(moved, order)
+        if order is None:
+            break
+        kept = len(path) if order == sorted(order) else kept
+    return path[:kept]
 
 
 def _why_not_at(store: fx.Node, rotary: fx.Node, norms: list[fx.Node]) -> str:

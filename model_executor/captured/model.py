@@ -109,7 +109,7 @@ def run(
     finally:
         if hook is not None:
             hook.remove()
-    return gathered(out.logits)[0]
+    return gathered(out.logits)
 
 
 def position_arguments(model: nn.Module, positions: Tensor) -> dict[str, Tensor]:

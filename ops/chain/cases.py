@@ -224,6 +224,8 @@ def _large(draw: Draw) -> Iterator[Case]:
     yield _pair(draw, "16 rows, GELU", (16,), 8192, 1024, 2 * 4096, "gelu_tanh")
     yield _pair(draw, "8 rows, two biases", (8,), 4096, 2048, 2048, bias=True, first_bias=True)
     yield _pair(draw, "17 rows", (17,), 2048, 2048, 2048)
+    made = _between(draw, (7,), 4096, 2048, False).linear(2048, 4096).add(Scale(factor=0.22))
+    yield made.norm(offset=1.0).linear(2 * 2048, 2048, "silu").case("7 rows, product, offset norm")
     for rows in (1, 40):
         made = _between(draw, (rows,), 4096, 2048, False).linear(2048, 4096).norm()
         made.linear(2 * 4096, 2048, "silu").linear(2048, 4096).norm().linear(4096, 2048)

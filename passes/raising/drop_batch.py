@@ -46,15 +46,18 @@ class DropBatch:
 
     def __call__(self, gm: fx.GraphModule, context: Context) -> PassReport:
         report = PassReport(self.name)
-        made: set[fx.Node] = set()
+        made, bare = set[fx.Node](), set[fx.Node]()
         for node in list(gm.graph.nodes):
             _refresh(node, made)
-            reads = node.op.startswith("call_") and any(map(_has_batch, node.all_input_nodes))
+            given = [arg for arg in node.all_input_nodes if arg not in bare]
+            reads = node.op.startswith("call_") and any(map(_has_batch, given))
             if not reads and not _views_with_batch(node):
                 continue
-            name, ends = node.name, not _batched_results(node)
+            name, ends, takes = node.name, not _batched_results(node), _takes_batch(node)
             try:
-                made.update(self._replace(node, context))
+                new = self._replace(node, context)
+                made.update(new)
+                bare.update(new if takes else ())
             except NotASite:
                 if any(arg in made for arg in node.all_input_nodes):
                     report.miss(name, "it is not known to keep a batch apart")
@@ -107,7 +110,10 @@ def _has_batch(node: Any) -> bool:
 
 
 def _batched_results(node: fx.Node) -> list[fx.Node]:
-    """The node, or its items where it makes several tensors, if they have a batch."""
+    """The node, or its items where it makes several tensors, if they have a batch.  What takes the
+    batch away has none, whatever its first size is."""
+    if _takes_batch(node):
+        return []
     if isinstance(fake_value(node), Tensor):
         return [node] if _has_batch(node) else []
     return [user for user in node.users if is_call(user, operator.getitem)]
@@ -115,6 +121,13 @@ def _batched_results(node: fx.Node) -> list[fx.Node]:
 
 def _adds_batch(node: fx.Node) -> bool:
     return kind(node) == "unsqueeze" and argument(node, 1, "dim") == 0
+
+
+def _takes_batch(node: fx.Node) -> bool:
+    dims: Any = node.args[1:]
+    if is_call(node, "select"):
+        return bool(dims == (0, 0))
+    return is_call(node, "squeeze") and dims in ((0,), (-fake_value(node.args[0]).dim(),))
 
 
 def _views_with_batch(node: fx.Node) -> bool:
@@ -244,12 +257,12 @@ def _moved(node: fx.Node, inner: Inner) -> Call | None:
         if dim in (0, -fake_value(source).dim() - 1):
             return None
         return "unsqueeze", (inner(source), dim - 1 if dim > 0 else dim), {}
-    if is_call(node, "select") and dims == (0, 0):
+    if is_call(node, "select") and _takes_batch(node):
         whole = [*fake_value(source).shape[1:]]
         return ("detach", (inner(source),), {}) if whole else None
     if is_call(node, "select"):
         return "select", (inner(source), _shifted(dims[0], source), dims[1]), {}
-    if is_call(node, "squeeze") and dims in ((0,), (-fake_value(source).dim(),)):
+    if is_call(node, "squeeze") and _takes_batch(node):
         return "detach", (inner(source),), {}
     if is_call(node, "squeeze"):
         return "squeeze", (inner(source), _shifted(dims[0], source)), {}

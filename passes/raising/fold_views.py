@@ -49,7 +49,7 @@ def _read_copy(changed: set[int], node: fx.Node) -> Match | None:
     order = list(range(fake_value(node).dim()))
     passed: list[fx.Node] = []
     source: Any = node
-    while isinstance(source, fx.Node) and (moved := _reordered(source, order)) is not None:
+    while isinstance(source, fx.Node) and (moved := reordered(source, order)) is not None:
         passed.append(source)
         source, order = source.args[0], moved
         if len(passed) > 1 and order == sorted(order) and _is_alike(source, node):
@@ -65,7 +65,7 @@ def _read_copy(changed: set[int], node: fx.Node) -> Match | None:
     return Match(node, passed, [node], build)
 
 
-def _reordered(node: fx.Node, order: list[int]) -> list[int] | None:
+def reordered(node: fx.Node, order: list[int]) -> list[int] | None:
     """The dimensions of a node's argument in the order of ``order``, which are the node's; None if
     it does more than to order them or to copy."""
     if kind(node) == "clone":

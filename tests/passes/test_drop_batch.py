@@ -38,6 +38,12 @@ def heads(x: Tensor, w: Tensor) -> Tensor:
     return (turned * torch.rsqrt(mean + 1e-6))[0].transpose(0, 1)
 
 
+def one_head(x: Tensor, w: Tensor) -> Tensor:
+    """The first dimension of what the batch is taken from is one too, and no batch."""
+    key = (x.unsqueeze(0) * w).view(1, -1, 1, HEADS * DIM).transpose(1, 2)
+    return key[0].transpose(0, 1) + 1
+
+
 def view_to_batch(x: Tensor, w: Tensor) -> Tensor:
     """As experts do: rows without a batch are given one again."""
     rows = (x.unsqueeze(0) + w).view(-1, HEADS * DIM)
@@ -58,7 +64,7 @@ def run(fn: Callable[..., Tensor]) -> tuple[fx.GraphModule, list[str], bool]:
     return gm, [site.reason for site in report.missed], equal
 
 
-@pytest.mark.parametrize("fn", [heads, view_to_batch])
+@pytest.mark.parametrize("fn", [heads, one_head, view_to_batch])
 def test_a_batch_is_dropped_up_to_where_it_is_taken_away(fn: Callable[..., Tensor]) -> None:
     gm, missed, equal = run(fn)
     assert not missed and equal

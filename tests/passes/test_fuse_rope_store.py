@@ -80,6 +80,14 @@ def pairs(**t: Tensor) -> Tensor:
     return q
 
 
+def copied(**t: Tensor) -> Tensor:
+    """Of keys that are copied by head, as Phi's, which joins rotated columns with others."""
+    q, k, v = heads(t["qkv"])
+    q, k = rotated(t, q, k)
+    store(t, k.transpose(0, 1).contiguous().transpose(0, 1), v)
+    return q
+
+
 def offset_norm_pairs(**t: Tensor) -> Tensor:
     """Of norms by 1 + weight, as Gemma's."""
     q, k, v = heads(t["qkv"])
@@ -97,12 +105,12 @@ def run(gm: fx.GraphModule, given: dict[str, Tensor]) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("fn", [rope, norm_rope, pairs, offset_norm_pairs])
+@pytest.mark.parametrize("fn", [rope, norm_rope, pairs, copied, offset_norm_pairs])
 def test_it_becomes_one_op_and_no_bit_changes(
     fn: Callable[..., Tensor], dtype: torch.dtype
 ) -> None:
     given = inputs(dtype)
-    if fn in (rope, pairs):
+    if fn in (rope, pairs, copied):
         del given["q_weight"], given["k_weight"]
     gm = capture(fn, **given)
     (report,) = run_passes(gm, build_passes(["fuse_rope_store"]), verify=True)

@@ -155,15 +155,14 @@ def sum_over_ranks(x: Tensor) -> Tensor:
     return ops.all_reduce(x.flatten(0, -2).contiguous(), GROUP).view(x.shape)
 
 
-def gathered(x: Tensor) -> Tensor:
-    """The whole tensor of one that is split evenly along its last dimension."""
-    x = whole(x)
+def gathered(logits: Tensor) -> Tensor:
+    """The whole logits, [rows, vocabulary], of a batch of one whose vocabulary may be split."""
+    x = whole(logits)
     if not isinstance(x, Spread):
-        return x
+        return x[0]  # type: ignore[no-any-return]
     if x.split_dim != x.dim() - 1 or len(x.parts) > 1 or x.parts[0].replicate:
-        raise NotSpreadError("what it returns is split in parts that are not in order", x)
-    rows = ops.all_gather(x.local.flatten(0, -2), x.world, GROUP)
-    return rows.view(x.shape)
+        raise NotSpreadError("logits are split in parts that are not in order", x)
+    return ops.all_gather(x.local[0], x.world, GROUP)
 
 
 def local_size(part: Part, world: int) -> int:

@@ -1,0 +1,105 @@
+"""Two ranks of a model without an adapter give what its unmodified implementation gives."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fusewright.config import ModelLimits, UserError
+from fusewright.config import EngineOptions, Hardware
+from fusewright.config.resolve import resolve
+from fusewright.engine.worker.proof import Program, rewritten_program
+from fusewright.model_executor.captured.model import CapturedModel
+from fusewright.model_executor.captured.twin import Twin, compare
+from fusewright.model_executor.hf_config import read_spec
+from fusewright.model_executor.loader import load_model
+from fusewright.model_executor.parallel import GROUP
+from fusewright.model_executor.spec import ModelSpec
+from tests.engine.captured import save
+from tests.ranks import in_ranks, name_world
+
+FEW = ("phi3", "olmo2", "gpt2", "gpt_oss")
+FAMILIES = (
+    *FEW,
+    *("llama", "qwen3", "gemma2", "gemma3_text", "glm4", "cohere2", "granite", "opt"),
+    *("qwen3_moe", "mixtral", "qwen2_moe", "deepseek_v3", "gpt_neox"),
+)
+"""Of the few: packed q, k and v, gate and up; norms over all heads; matrices that are transposed;
+experts with biases in pairs of columns, and sinks."""
+
+
+@dataclass
+class Prepared:
+    """A family before its ranks are forked: with the model of rank 0, whose tensors the program
+    has."""
+
+    folder: Path
+    unmodified: Any
+    spec: ModelSpec
+    model: CapturedModel
+    program: Program
+
+
+_prepared: dict[str, Prepared] = {}
+
+
+def prepare(world: int) -> None:
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    options = EngineOptions(optimization_level=2, device="cpu")
+    config = resolve(options, Hardware("cpu", "cpu"), ModelLimits(4096, "float32")).compile
+    for name in os.environ["FAMILIES"].split():
+        folder = Path(os.environ["FOLDER"]) / name
+        unmodified = save(name, folder)
+        spec = replace(
+            read_spec(folder, "transformers", ranks=world),
+            tensor_parallel_size=world,
+            dtype_name="float32",
+        )
+        model = load_model(spec, folder, "cpu")
+        assert isinstance(model, CapturedModel)
+        program = rewritten_program(spec, model, config)
+        _prepared[name] = Prepared(folder, unmodified, spec, model, program)
+
+
+def run(rank: int, world: int) -> dict[str, list[float]]:
+    """The largest differences of the logits of each family: as it is, and rewritten."""
+    name_world(GROUP)
+    found = {}
+    for name, of in _prepared.items():
+        own = load_model(of.spec, of.folder, "cpu", rank=rank)
+        tensors = [*of.model.parameters(), *of.model.buffers()]
+        for tensor, mine in zip(tensors, [*own.parameters(), *own.buffers()], strict=True):
+            tensor.copy_(mine)
+        twin = Twin(of.spec, of.model, of.unmodified)
+        steps = (of.model, of.program.step)
+        found[name] = [compare(twin, step, name).error for step in steps]
+    return found
+
+
+def answer(families: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAMILIES", " ".join(families))
+    monkeypatch.setenv("FOLDER", str(folder / "models"))
+    (folder / "ranks").mkdir()
+    for found in in_ranks(run, 2, folder / "ranks"):
+        assert [*found] == [*families]
+        assert max(error for errors in found.values() for error in errors) < 1e-4, found
+
+
+def test_two_ranks_give_the_logits_of_the_unmodified_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks and decodes, as the model is and as the passes of ``-O2`` rewrite it."""
+    answer(FEW, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+def test_two_ranks_of_every_family_give_its_logits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer(FAMILIES[len(FEW) :], tmp_path, monkeypatch)
