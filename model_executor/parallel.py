@@ -59,13 +59,19 @@ def check_one_rank(options: EngineOptions, why: str) -> None:
 
 
 def check_parallel(
-    spec: ModelSpec, world: int, *, expert_parallel: bool = False, num_stages: int = 1
+    spec: ModelSpec,
+    world: int,
+    *,
+    expert_parallel: bool = False,
+    num_stages: int = 1,
+    quantized: bool = False,
 ) -> None:
     """Refuse a number of ranks, or of stages, over which the model does not spread.
 
     Args:
         world: ranks of a stage.
         expert_parallel: each rank is to hold whole experts.
+        quantized: the model is to be quantized when it is loaded.
 
     Raises:
         UserError: names what does not divide, and the numbers that would work; or the model has
@@ -80,6 +86,11 @@ def check_parallel(
         raise UserError(
             "enable_expert_parallel: each expert of a model without an adapter is split over the "
             "ranks; leave it out"
+        )
+    if spec.captured and world > 1 and (quantized or spec.quant):
+        raise UserError(
+            f"tensor_parallel_size={world}: the quantized weights of a model without an adapter "
+            "are not split yet; use one rank, or the model's unquantized weights"
         )
     if num_stages > spec.num_layers:
         raise UserError(

@@ -44,6 +44,7 @@ def check_start(options: EngineOptions, *, weights: bool = True) -> None:
         options.tensor_parallel_size,
         expert_parallel=options.enable_expert_parallel,
         num_stages=options.pipeline_parallel_size,
+        quantized=options.quantization is not None,
     )
     default_sampling(options.model, options.generation_config)
     if options.tokenizer is not None:

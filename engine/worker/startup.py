@@ -77,6 +77,7 @@ def read_model(
         parallel.tensor_parallel_size,
         expert_parallel=parallel.enable_expert_parallel,
         num_stages=parallel.pipeline_parallel_size,
+        quantized=options.quantization is not None,
     )
     check_kernels(dict(config.compile.kernels))
     for note in spec.notes:

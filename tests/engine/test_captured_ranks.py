@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusewright.config import ModelLimits, UserError
-from fusewright.config import EngineOptions, Hardware
+from fusewright.config import EngineOptions, Hardware, ModelLimits
 from fusewright.config.resolve import resolve
 from fusewright.engine.worker.proof import Program, rewritten_program
 from fusewright.model_executor.captured.model import CapturedModel

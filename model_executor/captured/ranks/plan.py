@@ -24,7 +24,6 @@ from ..facts import AttentionFacts, CapturedFacts, Shard
 from ..interfaces import AttentionCall
 from ..library import build
 from ..model import run
-from . import rules
 from .spread import NotSpreadError, Spread, Weight, even, local_size
 
 _Key: TypeAlias = tuple[str, tuple[int, ...]]
