@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ...sharding import Part
-from .rules import is_split
-from .spread import NotSpreadError, Spread, same_parts, split_as, whole
+from .spread import NotSpreadError, Spread, is_split, same_parts, split_as, whole
 
 _HEADS = 1
 

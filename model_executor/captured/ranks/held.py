@@ -13,7 +13,7 @@ from ...layers import Linear
 from ...sharding import ShardRule
 from ..facts import CapturedFacts, Shard
 from ..moves import Move, in_file_order, narrowed, shifted
-from . import rules as rules
+from . import products as products, rules as rules
 from .spread import Spread
 
 

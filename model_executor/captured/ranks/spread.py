@@ -119,9 +119,7 @@ class Spread(Tensor):
         return self._total
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run(func, args, kwargs or {})
 
 
@@ -150,6 +148,21 @@ def whole(x: Any) -> Any:
     if isinstance(x, Spread) and x.rule is None:
         return x.total
     return x
+
+
+def is_split(x: Any) -> bool:
+    """Whether ranks hold parts of a tensor."""
+    return isinstance(x, Spread) and x.rule is not None
+
+
+def is_weight(x: Any) -> bool:
+    """Whether a tensor is made of a parameter alone that is not split, or not yet."""
+    return isinstance(x, Spread) and x.weight is not None and x.rule is None
+
+
+def reads_across(func: Any, *spreads: Spread) -> NotSpreadError:
+    """The error of an op that needs all places of a dimension that is split."""
+    return NotSpreadError(f"{name_of(func)} reads across what is split", *spreads)
 
 
 def sum_over_ranks(x: Tensor) -> Tensor:
