@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from transformers import GlmConfig, GPT2Config, LlamaConfig, Olmo2Config, Qwen3MoeConfig
 
@@ -111,5 +110,5 @@ def test_a_plan_that_the_models_own_contradicts_is_refused(
 
 
 def test_a_model_of_which_nothing_divides_is_refused() -> None:
-    with pytest.raises(UserError, match="tensor_parallel_size=7: nothing of .* can be split"):
+    with pytest.raises(UserError, match=r"tensor_parallel_size=7: nothing of .* can be split"):
         facts(LlamaConfig(**SIZES), 7)
