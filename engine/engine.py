@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from threading import local
@@ -127,6 +128,7 @@ class Engine(EngineLoop):
                 "pipeline_parallel_size": self.spec.pipeline_parallel_size,
                 "processes": self._ranks.report(),
                 "peer_memory": self._ranks.peer_memory(),
+                **self._report_shards(),
             },
             "passes": built.get("passes", []),
             "choices": built.get("choices", {}),
@@ -162,6 +164,13 @@ class Engine(EngineLoop):
             },
             **super().report(),
         }
+
+    def _report_shards(self) -> dict[str, Any]:
+        """How many parameters of a captured model are split, by kind, and which layers are not."""
+        if self.spec.captured is None or self.spec.captured.ranks == 1:
+            return {}
+        kinds = Counter(shard.kind for shard in self.spec.captured.shards)
+        return {"split": dict(kinds), "whole": dict(self.spec.captured.whole)}
 
     def _report_tables(self) -> dict[str, Any]:
         said = ops.report_tables(torch.device(self.config.hardware.device))

@@ -116,8 +116,8 @@ def fitting(spec: ModelSpec, most: int) -> list[int]:
 
 
 def why_not(spec: ModelSpec, world: int) -> str:
-    """Why a model does not spread over ``world`` ranks, or an empty string.  What does not divide of
-    a model without an adapter stays whole on every rank."""
+    """Why a model does not spread over ``world`` ranks, or an empty string: what does not
+    divide of a model without an adapter stays whole on every rank."""
     if spec.captured:
         return ""
     sizes = {"num_attention_heads": spec.num_heads, **_inner(spec), "vocab_size": spec.vocab_size}

@@ -105,7 +105,10 @@ def test_without_proof_no_twin_is_made(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: a model without an adapter"),
+        (
+            {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+            "enable_expert_parallel: each expert of a model without an adapter",
+        ),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: a model without an adapter"),
         ({"quantization": "fp8"}, "quantization=fp8: weights of a model without an adapter"),
         ({"model_impl": "adapter"}, "model_impl=adapter: architecture 'OPTForCausalLM' has none"),

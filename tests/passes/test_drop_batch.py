@@ -64,11 +64,17 @@ def run(fn: Callable[..., Tensor]) -> tuple[fx.GraphModule, list[str], bool]:
     return gm, [site.reason for site in report.missed], equal
 
 
-@pytest.mark.parametrize("fn", [heads, one_head, view_to_batch])
+@pytest.mark.parametrize("fn", [heads, view_to_batch])
 def test_a_batch_is_dropped_up_to_where_it_is_taken_away(fn: Callable[..., Tensor]) -> None:
     gm, missed, equal = run(fn)
     assert not missed and equal
     assert not batched(gm) and "unsqueeze" not in targets(gm)
+
+
+def test_one_kv_head_is_no_batch() -> None:
+    gm, missed, equal = run(one_head)
+    assert not missed and equal
+    assert "unsqueeze" not in targets(gm)
 
 
 def test_an_op_that_is_not_known_keeps_its_batch() -> None:

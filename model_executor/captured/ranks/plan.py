@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -88,7 +89,7 @@ class _Planner:
     def _parts(self, key: _Key, dim: int) -> tuple[Part, ...] | None:
         bounds = (0, *self.cuts.get(key, ()), key[1][dim])
         parts = []
-        for number, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for number, (start, end) in enumerate(pairwise(bounds)):
             units = self.units.get((key, str(number)))
             part = even(end - start, str(number))
             if units is not None:
@@ -165,22 +166,22 @@ def planned_facts(facts: CapturedFacts, dtype: torch.dtype, world: int, what: st
     embedding = model.get_input_embeddings().weight  # type: ignore[operator]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     planner = _Planner(world, names[id(embedding)], {}, set(), {}, {}, {}, {}, {}, {})
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.inference_mode():
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
         tensors = {
             name: torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
             for name, parameter in model.named_parameters()
         }
-        _fake_buffers(model, mode)
+        _fake_buffers(model)
         calls = _plan(model, planner, tensors, names, what)
     shards = tuple(planner.shards.values())
-    reasons = _reasons(planner, shards)
+    reasons = tuple((name, reason) for (name, _), reason in planner.whole.items())
     if not any(shard.rule.split for shard in shards):
         said = (
             "; ".join(f"{name}: {reason}" for name, reason in reasons) or "it has no linear layers"
         )
         raise UserError(f"tensor_parallel_size={world}: nothing of {what} can be split ({said})")
     _check_own_plan(model, shards, what)
-    return replace(facts, attention=calls, shards=shards, unsplit=reasons, ranks=world)
+    return replace(facts, attention=calls, shards=shards, whole=reasons, ranks=world)
 
 
 def _plan(
@@ -229,16 +230,12 @@ def in_place_of(model: nn.Module, tensors: dict[int, Spread]) -> Iterator[None]:
             module._parameters[kind] = parameter
 
 
-def _fake_buffers(model: nn.Module, mode: FakeTensorMode) -> None:
+def _fake_buffers(model: nn.Module) -> None:
     for module in model.modules():
         for kind, buffer in module._buffers.items():
             if buffer is not None:
                 fake = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
                 module._buffers[kind] = fake
-
-
-def _reasons(planner: _Planner, shards: Sequence[Shard]) -> tuple[tuple[str, str], ...]:
-    return tuple((name, reason) for (name, _), reason in planner.whole.items())
 
 
 def _check_own_plan(model: Any, shards: Sequence[Shard], what: str) -> None:

@@ -13,15 +13,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .... import ops
 from ...sharding import Part
 from .spread import (
     POINTWISE,
     NotSpreadError,
     Spread,
     Weight,
+    is_split,
+    is_weight,
     local_size,
     name_of,
+    reads_across,
     rule,
     same_parts,
     scaled,
@@ -33,15 +35,6 @@ from .spread import (
 
 _ATEN, _FW = torch.ops.aten, torch.ops.fw
 _MAX = 2**63 - 1
-
-
-def is_split(x: Any) -> bool:
-    """Whether ranks hold parts of a tensor."""
-    return isinstance(x, Spread) and x.rule is not None
-
-
-def _is_weight(x: Any) -> bool:
-    return isinstance(x, Spread) and x.weight is not None and x.rule is None
 
 
 def _as_weight(made: Tensor, source: Spread, dims: Sequence[int | None]) -> Tensor:
@@ -67,10 +60,6 @@ def _method(func: Any, given: dict[str, Any]) -> Any:
     return func(values.pop("self"), **values)
 
 
-def _no_sum(func: Any, *spreads: Spread) -> NotSpreadError:
-    return NotSpreadError(f"{name_of(func)} reads across what is split", *spreads)
-
-
 def _pointwise(func: Any, given: dict[str, Any]) -> Any:
     tensors = [x for x in tree_leaves(given) if isinstance(x, Tensor)]
     spreads = [x for x in tensors if isinstance(x, Spread)]
@@ -85,9 +74,9 @@ def _pointwise(func: Any, given: dict[str, Any]) -> Any:
             raise NotSpreadError(f"{name_of(func)} of tensors that are split differently", *split)
 
     def local(x: Any) -> Any:
-        if not isinstance(x, Tensor) or is_split(x):
-            return x.local if isinstance(x, Tensor) else x
-        return _narrow(func, x, dim, split)
+        if is_split(x):
+            return x.local
+        return _narrow(func, x, dim, split) if isinstance(x, Tensor) else x
 
     values = tree_map(local, given)
     made = _call(func, values)
@@ -101,7 +90,7 @@ def _narrow(func: Any, x: Any, dim: int, split: Sequence[Spread]) -> Any:
     if x.dim() < -dim or x.shape[dim] == 1:
         return whole(x)
     parts = split[0].parts
-    if _is_weight(x) and x.planner.split(x, x.dim() + dim, "like", parts):
+    if is_weight(x) and x.planner.split(x, x.dim() + dim, "like", parts):
         return x.local
     x = whole(x)
     if x.stride(dim) == 0:  # the same at all places
@@ -112,7 +101,7 @@ def _narrow(func: Any, x: Any, dim: int, split: Sequence[Spread]) -> Any:
 def _pointwise_whole(func: Any, given: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
     if func is _ATEN.add.Tensor and given["alpha"] == 1 and len(tensors) == 2:
         one, other = tensors
-        if isinstance(one, Spread) and one.partial and _is_weight(other):
+        if isinstance(one, Spread) and one.partial and is_weight(other):
             other.planner.once(other)  # type: ignore[attr-defined]
         if all(isinstance(x, Spread) and x.partial for x in tensors):
             return summand(func(one.local, other.local), one.world, one.planner)  # type: ignore[attr-defined]
@@ -122,10 +111,9 @@ def _pointwise_whole(func: Any, given: dict[str, Any], tensors: Sequence[Tensor]
         if any(isinstance(x, Spread) and (x.partial or x.weight) for x in tensors[:1]):
             raise NotSpreadError(f"{name_of(func)} writes to what ranks share")
         return source
-    alone = _is_weight(source) and all(x is source for x in tensors)
-    if alone and isinstance(made, Tensor) and made.shape == source.shape:
-        return _as_weight(made, source, source.weight.dims)  # type: ignore[attr-defined]
-    return made
+    if not isinstance(source, Spread) or source.weight is None or len(tensors) > 1:
+        return made
+    return _as_weight(made, source, source.weight.dims) if made.shape == source.shape else made
 
 
 POINTWISE.append(_pointwise)
@@ -140,13 +128,13 @@ for _func in (
 
 @rule(_ATEN.to.dtype, _ATEN.contiguous.default, _ATEN.dropout.default)
 def _cast(func: Any, given: dict[str, Any]) -> Any:
-    x = given.get("self", given.get("input"))
+    x: Any = given.get("self", given.get("input"))
     if isinstance(x, Spread) and x.partial and given.get("dtype", x.dtype) == x.dtype:
         return x
     made = _call(func, given) if "self" in given else func(*_locals([*given.values()]))
     if is_split(x):
         return split_as(made, x.split_dim, x.parts, x)
-    return _as_weight(made, x, x.weight.dims) if _is_weight(x) else made
+    return _as_weight(made, x, x.weight.dims) if is_weight(x) else made
 
 
 def _dims(x: Tensor, dims: Any) -> list[int]:
@@ -168,7 +156,7 @@ def _reduce(func: Any, given: dict[str, Any]) -> Any:
         return split_as(made, x.split_dim - before, x.parts, x)
     kinds = {_ATEN.mean.dim: 1 / x.world, _ATEN.sum.dim_IntList: 1}
     if func not in kinds or any(part.replicate for part in x.parts):
-        raise _no_sum(func, x)
+        raise reads_across(func, x)
     total = sum_over_ranks(made)
     return total if kinds[func] == 1 else total * kinds[func]
 
@@ -180,7 +168,7 @@ def _along(func: Any, given: dict[str, Any]) -> Any:
     if not is_split(x):
         return made
     if x.split_dim == dim % x.dim():
-        raise _no_sum(func, x)
+        raise reads_across(func, x)
     return split_as(made, x.split_dim, x.parts, x)
 
 
@@ -190,7 +178,7 @@ def _layer_norm(func: Any, given: dict[str, Any]) -> Any:
     if not is_split(x):
         return func(*_locals([*given.values()]))
     if x.split_dim >= x.dim() - len(given["normalized_shape"]):
-        raise _no_sum(func, x)
+        raise reads_across(func, x)
     made = func(*_locals([*given.values()]))
     parts: Any = (x.split_dim, x.parts, x)
     if isinstance(made, Tensor):
@@ -214,7 +202,7 @@ def _move(func: Any, given: dict[str, Any]) -> Any:
         order.insert(given["dim"] % (x.dim() + 1), None)
     if is_split(x):
         return split_as(made, order.index(x.split_dim), x.parts, x)
-    if not _is_weight(x):
+    if not is_weight(x):
         return made
     return _as_weight(made, x, [None if dim is None else x.weight.dims[dim] for dim in order])
 
@@ -226,7 +214,7 @@ def _less(func: Any, given: dict[str, Any]) -> Any:
     if not is_split(x):
         return made
     if x.split_dim == dim:
-        raise _no_sum(func, x)
+        raise reads_across(func, x)
     fewer = made.dim() < x.dim() and dim < x.split_dim
     return split_as(made, x.split_dim - fewer, x.parts, x)
 
@@ -250,7 +238,7 @@ def _join(func: Any, given: dict[str, Any]) -> Any:
     dim = given["dim"] % (first.dim() + more)
     same = all(x.split_dim == first.split_dim and same_parts(x.parts, first.parts) for x in split)
     if not same or (not more and dim == first.split_dim):
-        raise _no_sum(func, *split)
+        raise reads_across(func, *split)
     at = first.split_dim - first.dim()
     made = func([x.local if is_split(x) else _narrow(func, x, at, split) for x in tensors], dim)
     return split_as(made, first.split_dim + (more and dim <= first.split_dim), first.parts, *split)
@@ -283,7 +271,7 @@ def _split(func: Any, given: dict[str, Any]) -> Any:
     pieces = _pieces(func, x, bounds)
     held = [sum(local_size(part, x.world) for part in parts) for parts in pieces]
     alike = held[0] if len({*held}) == 1 else held
-    made = x.local.split(alike, dim)  # type: ignore[no-untyped-call]
+    made = x.local.split(alike, dim)
     return [split_as(one, dim, parts, x) for one, parts in zip(made, pieces, strict=True)]
 
 
@@ -313,7 +301,7 @@ def _slice(func: Any, given: dict[str, Any]) -> Any:
 
 @rule(_ATEN.view.default, _ATEN.reshape.default, _ATEN._unsafe_view.default)
 def _view(func: Any, given: dict[str, Any]) -> Any:
-    x, sizes = given["self"], list(given.get("size", given.get("shape")))
+    x, sizes = given["self"], [*given["size" if "size" in given else "shape"]]
     if x.partial:
         return summand(func(x.local, sizes), x.world, x.planner)
     if not is_split(x):
@@ -341,13 +329,20 @@ def _viewed(func: Any, x: Spread, sizes: list[Any]) -> tuple[int, tuple[Part, ..
         if done > size * right:
             raise crosses
         if before <= right:  # the dimension as it was, with others behind it
-            return at, scaled(x.parts, lambda n: n * right // before)
+            behind = right // before
+            return at, tuple(_times(part, behind) for part in x.parts)
         return at, _units(func, x, sizes[at])
     raise crosses
 
 
+def _times(part: Part, by: int) -> Part:
+    return Part(
+        part.name, part.size * by, part.units * (1 if part.replicate else by), part.replicate
+    )
+
+
 def _left(x: Spread, sizes: Sequence[Any], at: int, crosses: NotSpreadError) -> int:
-    """The size that a view leaves open, of one whose other sizes are those of the tensor or known."""
+    """The size that a view leaves open; the other ones are the tensor's, or known."""
     numel, known = 1, 1
     symbols = 0
     for length in x.shape:
@@ -389,102 +384,6 @@ def _index(func: Any, given: dict[str, Any]) -> Any:
     more = made.dim() - x.dim()
     if is_split(x):
         return split_as(made, x.split_dim + more, x.parts, x)
-    if not known or not _is_weight(x):
+    if not known or not is_weight(x):
         return made
     return _as_weight(made, x, [*[None] * (more + 1), *x.weight.dims[1:]])
-
-
-def _product(x: Any, weight: Any, bias: Any, outputs: int, multiply: Any) -> Any:
-    """A matrix product of x and a weight, of which ``outputs`` is the dimension of the outputs.
-
-    The bias belongs to each output: of a sum over ranks, one rank alone adds it.
-    """
-    inputs = outputs - 1 if outputs % weight.dim() == weight.dim() - 1 else outputs + 1
-    x = whole(x)
-    if _is_weight(weight) and weight.planner is not None:
-        if is_split(x) and x.split_dim == x.dim() - 1:
-            weight.planner.split(weight, inputs, "row", x.parts)
-        elif not is_split(x):
-            weight.planner.split(weight, outputs, "column")
-    if not is_split(weight):
-        if is_split(x):
-            raise NotSpreadError("a linear layer that is not split reads it", x)
-        return multiply(x, whole(weight), whole(bias))
-    if weight.split_dim == outputs % weight.dim():
-        if is_split(x):
-            raise NotSpreadError("a linear layer whose outputs are split reads it", x)
-        if _is_weight(bias):
-            bias.planner.split(bias, bias.dim() - 1, "like", weight.parts)
-        made = multiply(x, weight.local, _local(bias))
-        return split_as(made, -1, weight.parts, weight)
-    last = is_split(x) and x.split_dim == x.dim() - 1
-    if not last or not same_parts(x.parts, weight.parts):
-        raise NotSpreadError(
-            "a linear layer reads what is split in another way", *_spreads(x), weight
-        )
-    if any(part.replicate for part in x.parts):
-        raise NotSpreadError("a sum over ranks would have what several of them hold twice", x)
-    if _is_weight(bias):
-        bias.planner.once(bias)
-    made = multiply(x.local, weight.local, _local(bias))
-    return summand(made, weight.world, weight.planner)
-
-
-def _local(x: Any) -> Any:
-    return x.local if isinstance(x, Spread) else x
-
-
-def _spreads(*values: Any) -> list[Spread]:
-    return [x for x in values if isinstance(x, Spread)]
-
-
-@rule(_ATEN.linear.default)
-def _linear(func: Any, given: dict[str, Any]) -> Any:
-    return _product(given["input"], given["weight"], given["bias"], -2, func)
-
-
-@rule(_FW.linear.default)
-def _our_linear(func: Any, given: dict[str, Any]) -> Any:
-    return _product(given["x"], given["weight"], given["bias"], -2, func)
-
-
-@rule(_ATEN.mm.default)
-def _mm(func: Any, given: dict[str, Any]) -> Any:
-    return _product(given["self"], given["mat2"], None, -1, lambda x, w, b: func(x, w))
-
-
-@rule(_ATEN.addmm.default)
-def _addmm(func: Any, given: dict[str, Any]) -> Any:
-    if given["alpha"] != 1 or given["beta"] != 1:
-        raise NotSpreadError("addmm with factors", *_spreads(*given.values()))
-    return _product(given["mat1"], given["mat2"], given["self"], -1, lambda x, w, b: func(b, x, w))
-
-
-@rule(_FW.expert_linear.default)
-def _expert_linear(func: Any, given: dict[str, Any]) -> Any:
-    x, weight, *others = given.values()
-    return _product(x, weight, None, -2, lambda x, w, b: func(x, w, *others))
-
-
-@rule(_FW.combine_experts.default)
-def _combine(func: Any, given: dict[str, Any]) -> Any:
-    rows, *others = given.values()
-    if not isinstance(rows, Spread) or not rows.partial:
-        if is_split(rows):
-            raise _no_sum(func, rows)
-        return func(*map(whole, given.values()))
-    made = func(rows.local, *map(whole, others))
-    return summand(made, rows.world, rows.planner)
-
-
-@rule(_ATEN.embedding.default)
-def _embedding(func: Any, given: dict[str, Any]) -> Any:
-    weight, ids = given["weight"], given["indices"]
-    if _is_weight(weight) and weight.planner is not None:
-        weight.planner.split(weight, 0, "vocabulary")
-    if not is_split(weight):
-        return func(whole(weight), ids)
-    if weight.split_dim or weight.first is None:
-        raise NotSpreadError("the embedding's width is split", weight)
-    rows = ops.embedding(ids.flatten(), weight.local, weight.first)
-    return summand(rows.unflatten(0, ids.shape), weight.world, weight.planner)

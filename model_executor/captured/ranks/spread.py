@@ -86,13 +86,13 @@ class Spread(Tensor):
     def __new__(
         cls, local: Tensor, shape: Sequence[Any], world: int, rule: ShardRule | None = None
     ) -> Spread:
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=False
         )
         made.local, made.world, made.rule = local, world, rule
         made.partial, made.first, made._total = False, None, None
         made.origins, made.weight, made.planner = frozenset(), None, None
-        return made  # type: ignore[no-any-return]
+        return made
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Spread({list(self.shape)}, {self.rule}, partial={self.partial})"
@@ -119,7 +119,9 @@ class Spread(Tensor):
         return self._total
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return run(func, args, kwargs or {})
 
 
@@ -148,6 +150,21 @@ def whole(x: Any) -> Any:
     if isinstance(x, Spread) and x.rule is None:
         return x.total
     return x
+
+
+def is_split(x: Any) -> bool:
+    """Whether ranks hold parts of a tensor."""
+    return isinstance(x, Spread) and x.rule is not None
+
+
+def is_weight(x: Any) -> bool:
+    """Whether a tensor is made of a parameter alone that is not split, or not yet."""
+    return isinstance(x, Spread) and x.weight is not None and x.rule is None
+
+
+def reads_across(func: Any, *spreads: Spread) -> NotSpreadError:
+    """The error of an op that needs all places of a dimension that is split."""
+    return NotSpreadError(f"{name_of(func)} reads across what is split", *spreads)
 
 
 def sum_over_ranks(x: Tensor) -> Tensor:
