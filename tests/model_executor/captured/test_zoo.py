@@ -30,9 +30,9 @@ EQUAL_TYPES = (
 )
 """Drawn once from each group of models; all of them: ``make models``."""
 REFUSALS = {
-    "bamba": r"whose states the engine does not keep yet \(modeling_bamba.py, line \d+: Bamba.* 0\)",
+    "bamba": r"states the engine does not keep yet \(modeling_bamba.py, line \d+: Bamba.* 0\)",
     "mamba2": r"it has recurrent layers, .* \(modeling_mamba2.py, line \d+: Mamba2Block of layer 0",
-    "bloom": r"it computes with the mask itself \(modeling_bloom.py, .* of layer 0\); it would work",
+    "bloom": r"with the mask itself \(modeling_bloom.py, .* of layer 0\); it would work",
     "xlnet": r"attention interface \(modeling_xlnet.py, line .*: XLNetLayer of layer 0\); it would",
     "dbrx": (
         r"its code follows the values of a tensor \(aten.nonzero.default\), which no graph can hold"
