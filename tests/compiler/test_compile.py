@@ -23,7 +23,7 @@ from fusewright.compiler.capture.trace import TraceError
 from fusewright.compiler.compiled import Compiled, compile
 from fusewright.compiler.run.load import TABLE
 from fusewright.compiler.run.plan import OpStep, PieceStep, Plan
-from fusewright.compiler.run.program import InputError, eager_program
+from fusewright.compiler.run.program import InputError
 from fusewright.config import LEVELS, CompileConfig, UserError
 from fusewright.config.device_table import DeviceTable, Measured
 from fusewright.config.expert_tables import ExpertTable, ExpertTile
@@ -393,11 +393,3 @@ def test_tiles_of_experts_come_with_an_artifact(
             assert ops.expert_table(TILES_OF_EXPERTS.shape) == TILES_OF_EXPERTS
     finally:
         _device_table.forget()
-
-
-def test_a_weight_that_is_never_bound_is_named() -> None:
-    names = ["weights/a", "weights/b", "x"]
-    program = eager_program(torch.nn.Identity(), lambda values: (values["x"],), names)
-    program.bind({"weights/a": torch.ones(1)})
-    with pytest.raises(InputError, match=r"without a value: weights/b$"):
-        program.check_bound("weights/")
