@@ -259,6 +259,7 @@ def experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
 
     def layer(name: str, rows: Tensor) -> Tensor:
         weight = getattr(module, name)
+        made: Tensor
         if isinstance(weight, ExpertLinear):
             made = weight(rows, ids, None)
         else:

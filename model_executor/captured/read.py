@@ -151,7 +151,7 @@ def probe(facts: CapturedFacts, dtype_name: str, what: str) -> tuple[CapturedFac
 def _without_attention(model: nn.Module) -> str:
     """Why a model calls no attention, and the class of its layers."""
     stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    layer = max(stacks, key=len, default=[model])[0]  # type: ignore[type-var]
+    layer = max(stacks, key=len, default=[model])[0]
     file, line = getsourcefile(type(layer)), getsourcelines(type(layer))[1]
     place = f" ({Path(file or '').name}, line {line}: {type(layer).__name__} of layer 0)"
     if getattr(model, "_is_stateful", False):
