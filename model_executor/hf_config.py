@@ -45,6 +45,8 @@ def read_spec(
         raise UserError(f"cannot read {folder}: {error.strerror}; check its permissions") from error
     if not has_config:
         what = "no config.json in it" if is_folder else "not a folder" if exists else "not there"
+        if (folder / "model_index.json").is_file():
+            what = "a diffusion pipeline (model_index.json), which generates no text"
         raise UserError(
             f"model {str(folder)!r}: {what}; give a Hugging Face model folder, or ORG/NAME of a "
             "model on the Hub"

@@ -108,7 +108,7 @@ def _reason(model: dict[str, Any]) -> str:
     """A refusal without the names of its model, its class and its source line."""
     text = str(model["why"]).removeprefix(f"{model['name']}: ")
     text = re.sub(r"^('\w+'|\w+) cannot be captured: ", "", text)
-    return re.sub(r" \(modeling_\w+\.py, line \d+\)$", "", text)
+    return re.sub(r" \(modeling_\w+\.py, line \d+[^)]*\)", "", text)
 
 
 def _unnumbered(reason: str) -> str:

@@ -44,15 +44,16 @@ class Mask:
     refused: str = ""
 
     def __getattr__(self, name: str) -> Any:
-        raise Refused(_WRITTEN_OUT)
+        raise Refused(WRITTEN_OUT)
 
     def _written_out(self, *others: Any) -> Any:
-        raise Refused(_WRITTEN_OUT)
+        raise Refused(WRITTEN_OUT)
 
     __getitem__ = __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = _written_out
 
 
-_WRITTEN_OUT = (
+RECURRENT = "it has recurrent layers, whose states the engine does not keep yet"
+WRITTEN_OUT = (
     "its attention does not go through the library's attention interface: it computes with the "
     "mask itself"
 )
@@ -261,6 +262,7 @@ def experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
 
     def layer(name: str, rows: Tensor) -> Tensor:
         weight = getattr(module, name)
+        made: Tensor
         if isinstance(weight, ExpertLinear):
             made = weight(rows, ids, None)
         else:
@@ -359,7 +361,7 @@ def no_cache(positions: Tensor) -> Any:
             return key_states, value_states
 
         def refuse(self, *rest: Any, **how: Any) -> Any:
-            raise Refused("it has recurrent layers, whose states the engine does not keep yet")
+            raise Refused(RECURRENT)
 
         update_conv_state = update_recurrent_state = update_indexer = refuse
         get_conv_state = get_recurrent_state = refuse

@@ -14,6 +14,8 @@ from torch import nn
 from ...config import UserError
 from .facts import CapturedFacts
 
+REWRITTEN = "it would work in a version of the library that calls the interface there"
+
 
 def version() -> str:
     """Name and version of the library.
@@ -156,7 +158,7 @@ def build(facts: CapturedFacts, dtype: torch.dtype) -> nn.Module:
             raise UserError(
                 f"{config.model_type!r} cannot be captured: its attention does not go through the "
                 f"library's attention interface: {library} has classes of its own for each "
-                "implementation"
+                f"implementation{place_of(error)}; {REWRITTEN}"
             ) from error
         raise UserError(
             f"{library} cannot build {config.model_type!r} as a causal language model: "
@@ -204,6 +206,22 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(before)
+
+
+def place_of(error: BaseException) -> str:
+    """The line of a model's source at which an error arose, and the layer: " (modeling_x.py, line
+    1: Class of layer 0)"; "" if it arose elsewhere."""
+    place, layer, frame = "", "", error.__traceback__
+    while frame is not None:
+        file = Path(frame.tb_frame.f_code.co_filename)
+        if "transformers" in file.parts and file.stem.startswith("modeling_"):
+            module = frame.tb_frame.f_locals.get("self")
+            if isinstance(module, nn.Module):
+                number = getattr(module, "layer_idx", None)
+                layer = type(module).__name__ + ("" if number is None else f" of layer {number}")
+            place = f"{file.name}, line {frame.tb_lineno}"
+        frame = frame.tb_next
+    return f" ({place}{f': {layer}' if layer else ''})" if place else ""
 
 
 def first_line(error: BaseException) -> str:

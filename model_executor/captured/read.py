@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from inspect import getsourcefile, getsourcelines
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,8 +23,16 @@ from ..checkpoint import TensorInfo, read_headers
 from ..hf_json import HfConfig
 from ..spec import ModelSpec, check_blocks
 from .facts import AttentionFacts, CapturedFacts
-from .interfaces import Recorder, Refused
-from .library import build, canonical, first_line, read_config, version
+from .interfaces import RECURRENT, WRITTEN_OUT, Recorder, Refused
+from .library import (
+    REWRITTEN,
+    build,
+    canonical,
+    first_line,
+    place_of,
+    read_config,
+    version,
+)
 from .linears import Siblings
 from .model import run
 from .quantized.formats import checkpoint_scheme, linears_of
@@ -133,10 +142,7 @@ def probe(facts: CapturedFacts, dtype_name: str, what: str) -> tuple[CapturedFac
     except Exception as error:
         raise UserError(f"{what} cannot be captured: {why(error)}") from error
     if not recorder.calls:
-        raise UserError(
-            f"{what} cannot be captured: its attention does not go through the library's attention "
-            "interface"
-        )
+        raise UserError(f"{what} cannot be captured: {_without_attention(model)}")
     calls = tuple(recorder.calls)
     layers, kinds = _layers(model, calls)
     seen = replace(
@@ -148,6 +154,19 @@ def probe(facts: CapturedFacts, dtype_name: str, what: str) -> tuple[CapturedFac
         linears=linears_of(model),
     )
     return seen, int(logits.shape[-1])
+
+
+def _without_attention(model: nn.Module) -> str:
+    """Why a model calls no attention, and the class of its layers."""
+    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    layer = max(stacks, key=len, default=[model])[0]
+    file, line = getsourcefile(type(layer)), getsourcelines(type(layer))[1]
+    place = f" ({Path(file or '').name}, line {line}: {type(layer).__name__} of layer 0)"
+    if getattr(model, "_is_stateful", False):
+        return f"{RECURRENT}{place}"
+    return (
+        f"its attention does not go through the library's attention interface{place}; {REWRITTEN}"
+    )
 
 
 def _layers(model: nn.Module, calls: Sequence[AttentionFacts]) -> tuple[str, tuple[int, ...]]:
@@ -185,18 +204,14 @@ def why(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, Refused):
         cause = cause.__cause__
+    place = place_of(error)
     if cause is not None:
-        return str(cause)
-    place, frame = "", error.__traceback__
-    while frame is not None:
-        file = Path(frame.tb_frame.f_code.co_filename)
-        if "transformers" in file.parts and file.stem.startswith("modeling_"):
-            place = f" ({file.name}, line {frame.tb_lineno})"
-        frame = frame.tb_next
+        remedy = f"; {REWRITTEN}" if str(cause) == WRITTEN_OUT else ""
+        return f"{cause}{place or place_of(cause)}{remedy}"
     if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
         return (
-            f"its code follows the values of a tensor ({error.func}), which no graph can hold; a "
-            f"mixture of experts has to go through the library's experts interface{place}"
+            f"its code follows the values of a tensor ({error.func}), which no graph can hold"
+            f"{place}; a mixture of experts has to go through the library's experts interface"
         )
     if place:
         return (

@@ -45,7 +45,7 @@ def text_config(config: Any) -> Any:
     if type(text) is type(config) or whole.config_class is not type(config):
         return config
     if text.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type) == whole.__name__:
             return config
         raise UserError(
             f"{whole.__name__} has a text decoder of type {text.model_type!r}, of which the "

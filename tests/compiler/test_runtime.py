@@ -18,6 +18,7 @@ from torch import Tensor
 from fusewright.compiler.emit.inductor import compile_piece
 from fusewright.compiler.emit.pieces import PieceCode, emit
 from fusewright.compiler.run import runtime
+from fusewright.compiler.run.program import InputError, eager_program
 from fusewright.compiler.run.runtime import load_piece
 from fusewright.passes import Subgraph, fake_value
 from tests.compiler.pieces import HAND_KERNELS, Pieces, copied, lowered_pieces, piece_inputs
@@ -286,3 +287,11 @@ def test_tuned_kernels_are_stored_as_tuned(
         got, want = list(call(*inputs)), list(reference(list(inputs)))
     for ours, theirs in zip(got, want, strict=True):
         assert torch.allclose(ours.float(), theirs.float(), atol=2e-2, rtol=2e-2)
+
+
+def test_a_weight_that_is_never_bound_is_named() -> None:
+    names = ["weights/a", "weights/b", "x"]
+    program = eager_program(torch.nn.Identity(), lambda values: (values["x"],), names)
+    program.bind({"weights/a": torch.ones(1)})
+    with pytest.raises(InputError, match=r"without a value: weights/b$"):
+        program.check_bound("weights/")

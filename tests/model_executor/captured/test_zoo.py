@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -29,13 +30,15 @@ EQUAL_TYPES = (
 )
 """Drawn once from each group of models; all of them: ``make models``."""
 REFUSALS = {
-    "bamba": "it has recurrent layers, whose states the engine does not keep yet",
-    "bloom": "it computes with the mask itself",
+    "bamba": r"states the engine does not keep yet \(modeling_bamba.py, line \d+: Bamba.* 0\)",
+    "mamba2": r"it has recurrent layers, .* \(modeling_mamba2.py, line \d+: Mamba2Block of layer 0",
+    "bloom": r"with the mask itself \(modeling_bloom.py, .* of layer 0\); it would work",
+    "xlnet": r"attention interface \(modeling_xlnet.py, line .*: XLNetLayer of layer 0\); it would",
     "dbrx": (
-        "its code follows the values of a tensor (aten.nonzero.default), which no graph can hold; "
-        "a mixture of experts has to go through the library's experts interface (modeling_dbrx.py, "
+        r"its code follows the values of a tensor \(aten.nonzero.default\), which no graph can hold"
+        r" \(modeling_dbrx.py, line \d+: .*; a mixture of experts has to go through the library's"
     ),
-    "falcon": "its attention does not go through the library's attention interface",
+    "falcon": r"library's attention interface: .* \(modeling_falcon.py, line .*: FalconDecoder",
     "qwen4_exp_text": "it reads a layer of its cache itself, as compressed and indexed attention",
 }
 
@@ -53,7 +56,7 @@ def test_eager_step_and_rewritten_graph_are_equal_to_the_library(model_type: str
 def test_a_refusal_says_what_is_missing_in_one_line(model_type: str) -> None:
     check = check_model(model_type, level=2)
     assert check.outcome == REFUSED
-    assert REFUSALS[model_type] in check.why
+    assert re.search(REFUSALS[model_type], check.why)
     assert "\n" not in check.why
 
 
