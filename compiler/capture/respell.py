@@ -14,8 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
-from ...passes.subgraph import compute_fake
+from ...passes.rule import refresh_view
+from ...passes.subgraph import compute_fake, describe_value, fake_value
 from .trace import Traced, TraceError
 
 _ATEN = torch.ops.aten
@@ -67,7 +69,7 @@ def respell(traced: Traced) -> Traced:
     Raises:
         TraceError: it holds a tensor that is no input.
     """
-    old = traced.gm
+    old, apart = traced.gm, _apart(traced.gm.graph)
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     flat = iter(range(len(traced.inputs)))
@@ -91,6 +93,10 @@ def respell(traced: Traced) -> Traced:
             copy = _call(graph, node, mapping)
             value = node.meta.get("val")
             copy.meta |= {"example_value": value[0] if copy.target is F.layer_norm else value}
+            if node in apart:
+                _make_own(copy, apart[node])
+            elif apart:
+                refresh_view(copy)
             copy.meta |= {k: node.meta[k] for k in ("nn_module_stack",) if k in node.meta}
         mapping[node] = copy
     graph.lint()
@@ -101,6 +107,41 @@ def _placeholder_name(traced: Traced, index: int) -> str:
     source = traced.inputs[index]
     name = source.name if source.dim is None else f"size_{source.name}_{source.dim}"
     return "".join(c if c.isalnum() else "_" for c in name)
+
+
+def _apart(graph: fx.Graph) -> dict[fx.Node, Any]:
+    """The ops in place which may as well make a tensor of their own, and the ops that do: what they
+    overwrite is no input, nor read behind them.  Passes know each op by one name."""
+    memory_of = {node: _memory(node) for node in graph.nodes}
+    given = {one for node in graph.find_nodes(op="placeholder") for one in memory_of[node]}
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    found: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        name, _, overload = str(node.target).removeprefix("aten.").partition(".")
+        twin = getattr(getattr(_ATEN, name.rstrip("_"), None), overload, None)
+        taken = name.endswith("_") and twin in _OPERATORS and not node.kwargs
+        if not taken or given & memory_of[node]:
+            continue
+        held = {one for one in memory_of if place[one] < place[node]}
+        held = {one for one in held if memory_of[one] & memory_of[node]}
+        if all(place[user] <= place[node] for one in held for user in one.users):
+            found[node] = _OPERATORS[twin]
+    return found
+
+
+def _memory(node: fx.Node) -> set[int]:
+    values = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+    return {value.untyped_storage()._cdata for value in values}
+
+
+def _make_own(copy: fx.Node, target: Any) -> None:
+    """Let an op in place make a tensor of its own, if that is alike: it may be of another dtype."""
+    in_place, value = copy.target, fake_value(copy)
+    copy.target = target
+    with torch.inference_mode():  # as it was captured
+        copy.meta["example_value"] = compute_fake(copy)
+    if describe_value(fake_value(copy)) != describe_value(value):
+        copy.target, copy.meta["example_value"] = in_place, value
 
 
 def _call(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, fx.Node]) -> fx.Node:
