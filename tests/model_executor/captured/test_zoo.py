@@ -135,6 +135,7 @@ def test_layers_are_siblings_within_a_module_and_however_often_they_run() -> Non
     assert found == (("mlp.gate", "mlp.up"), ("first.of", "second.of"))
     weights = dict(model.state_dict())
     replace_linears(model, found)
+    model.to_empty(device="cpu")
     for name, tensor in tensors_of(model).items():
         tensor.data.copy_(weights[name])
     torch.testing.assert_close(model(x), expected)
