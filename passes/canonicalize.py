@@ -82,7 +82,7 @@ def kind(node: Any) -> str:
 _POINTWISE_KINDS = frozenset(
     [
         *("add", "sub", "mul", "div", "pow", "square", "rsqrt", "sqrt", "reciprocal", "neg"),
-        *("cos", "sin", "sigmoid", "silu", "gelu", "cast", "clamp", "clone", "ones", "polar"),
+        *("cos", "sin", "sigmoid", "silu", "gelu", "cast", "clamp", "clone"),
     ]
 )
 _POINTWISE = (torch.tanh, F.relu)

@@ -113,20 +113,20 @@ def _apart(graph: fx.Graph) -> dict[fx.Node, Any]:
     """The ops in place which may as well make a tensor of their own, and the ops that do: what they
     overwrite is no input, nor read behind them.  Passes know each op by one name."""
     memory_of = {node: _memory(node) for node in graph.nodes}
-    given = {one for node in graph.find_nodes(op="placeholder") for one in memory_of[node]}
+    inputs = {one for node in graph.find_nodes(op="placeholder") for one in memory_of[node]}
     place = {node: index for index, node in enumerate(graph.nodes)}
-    found: dict[fx.Node, Any] = {}
+    own: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         name, _, overload = str(node.target).removeprefix("aten.").partition(".")
         twin = getattr(getattr(_ATEN, name.rstrip("_"), None), overload, None)
         taken = name.endswith("_") and twin in _OPERATORS and not node.kwargs
-        if not taken or given & memory_of[node]:
+        if not taken or inputs & memory_of[node]:
             continue
         held = {one for one in memory_of if place[one] < place[node]}
         held = {one for one in held if memory_of[one] & memory_of[node]}
         if all(place[user] <= place[node] for one in held for user in one.users):
-            found[node] = _OPERATORS[twin]
-    return found
+            own[node] = _OPERATORS[twin]
+    return own
 
 
 def _memory(node: fx.Node) -> set[int]:

@@ -24,8 +24,9 @@ _ATEN = torch.ops.aten
 _ROTARY = torch.ops.fw.rotary_embedding.default
 _LAID_OUT = ("unsqueeze", "squeeze", "transpose", "permute", "select", "expand", "detach", "t")
 _KINDS = frozenset(
-    ["as_complex", "as_real", "cat", "expand", "item", "select", "slice", "stack", "unsqueeze"]
-)
+    ["as_complex", "as_real", "cat", "expand", "item", "ones", "polar", "select", "slice", "stack",
+     "unsqueeze"]
+)  # fmt: skip
 _PRODUCTS = (torch.matmul, _ATEN.mm.default, _ATEN.bmm.default, _ATEN.matmul.default)
 _OTHERS = (_ATEN.repeat_interleave.self_int, _ATEN.repeat_interleave.self_Tensor)
 _GATHERS = (torch.ops.fw.embedding.default,)

@@ -40,9 +40,10 @@ def heads(x: Tensor, w: Tensor) -> Tensor:
 
 def complex_numbers(x: Tensor, w: Tensor) -> Tensor:
     """Rotates as Llama 4 does, by numbers that are made of the angles of each token."""
-    angles = (x.unsqueeze(0) * w).view(1, -1, HEADS, DIM)[..., : DIM // 2]
+    angles = (x * w).view(-1, HEADS, DIM)[..., : DIM // 2]
+    turns = torch.polar(torch.ones_like(angles), angles).unsqueeze(0)
     pairs = (x.unsqueeze(0) + w).view(1, -1, HEADS, DIM // 2, 2)
-    numbers = torch.view_as_complex(pairs) * torch.polar(torch.ones_like(angles), angles)
+    numbers = torch.view_as_complex(pairs) * turns
     return torch.view_as_real(numbers).view(1, -1, HEADS * DIM).squeeze(0)
 
 
