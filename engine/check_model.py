@@ -33,6 +33,7 @@ from ..model_executor.hf_json import read_json
 from ..model_executor.loader import load_model
 from ..model_executor.models import ARCHITECTURES
 from ..passes import PassReport, op_name
+from ..passes.fuse_gated_linear import has_epilogue, linear_args
 from .worker.proof import Program, rewritten_program
 
 EQUAL, DIFFERS, REFUSED, FAILED = "equal", "differs", "refused", "failed"
@@ -206,19 +207,30 @@ def _counted(twin: Twin, program: Program) -> dict[str, Any]:
     calls = [op_name(node) for node in _calls(graph)]
     sites["attention"] = [calls.count("paged_attention"), twin.spec.num_layers]
     merged = len(twin.spec.captured.siblings) if twin.spec.captured else 0
-    apart = sum(
-        count > 1
-        for count in Counter(n.args[0] for n in _calls(graph) if op_name(n) == "linear").values()
-    )
+    apart = _apart(graph)
     sites["siblings"] = [merged, merged + apart]
     if apart:
-        missed["siblings"] = {"linear layers that read one tensor are not merged": apart}
+        missed["siblings"] = {"linear layers of several modules read one tensor": apart}
     take_constants(program.traced)  # computed once, with the weights
     return {
         "sites": {kind: counts for kind, counts in sites.items() if counts[1]},
         "missed": {kind: reasons for kind, reasons in missed.items() if reasons},
         "plain": dict(Counter(_plain(graph)).most_common()),
     }
+
+
+def _apart(graph: fx.Graph) -> int:
+    """How many tensors are read by several linear layers that one could compute.  Layers on both
+    sides of attention are in two pieces of the program, and one with a gated activation attached
+    computes two halves: neither is a sibling."""
+    read: Counter[Any] = Counter()
+    pieces = 0
+    for node in _calls(graph):
+        pieces += op_name(node) == "paged_attention"
+        args = linear_args(node)
+        if args is not None and not has_epilogue(args):
+            read[args["x"], pieces] += 1
+    return sum(count > 1 for count in read.values())
 
 
 def _matched(report: PassReport) -> list[int]:

@@ -27,8 +27,9 @@ class Half:
 
     Attributes:
         root: the tensor that they are computed from, or they themselves.
-        steps: what is done to each element of ``root``, in order: ("cos",), ("mul", number),
-            ("cast", dtype), ("part", 0 or 1) of a complex number, ("half",) of the columns.
+        steps: what is done to each element of ``root``, in order: ("cos",), ("neg",),
+            ("mul", number), ("cast", dtype), ("part", 0 or 1) of a complex number, ("half",) of the
+            columns.
         shape: sizes as text, as the product broadcasts them, but half as wide: [batch, heads,
             tokens, half] with 1 for the heads, or tokens before heads.
         dtype: the dtype that the steps give.

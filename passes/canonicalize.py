@@ -204,11 +204,20 @@ def columns(node: Any) -> tuple[Any, int, int] | None:
             start = sum(part.shape[-1] for part in parts[:index])
     elif kind(node) == "item" and isinstance(source, fx.Node):
         start = _slice_start(node.args[1], fake_value(source))
+    elif kind(node) == "select" and kind(source) == "view" and isinstance(width, int):
+        dim, index, source = argument(node, 1, "dim"), argument(node, 2, "index"), source.args[0]
+        if dim % (num_dims + 1) == num_dims - 1 and _are_alike_but_last(node, source):
+            start = index * width if index >= 0 else tensor(source).shape[-1] + index * width
     if not isinstance(start, int) or not isinstance(width, int):
         return None
     if start < 0:
         start += tensor(source).shape[-1]
     return source, start, start + width
+
+
+def _are_alike_but_last(node: fx.Node, source: Any) -> bool:
+    a, b = tensor(node), tensor(source)
+    return a.dim() == b.dim() and all(map(equal_sizes, a.shape[:-1], b.shape[:-1]))
 
 
 def _slice_start(index: Any, source: Any) -> int | None:

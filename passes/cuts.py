@@ -57,7 +57,8 @@ def cut(first: Any, second: Any) -> Cut | None:
 
 def part_nodes(part: Any) -> list[Any]:
     """The nodes that cut it."""
-    return [part, part.args[0]] if kind(part.args[0]) == "split" else [part]
+    cuts = kind(part) == "select" or kind(part.args[0]) == "split"
+    return [part, part.args[0]] if cuts else [part]
 
 
 def is_part(a: Any, b: Any) -> bool:

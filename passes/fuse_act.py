@@ -30,6 +30,7 @@ from .canonicalize import (
     widened,
     with_number,
 )
+from .cuts import part_nodes
 from .report import PassReport
 from .rule import Context, Tier, writes_shared
 from .sites import Miss, NotASite
@@ -185,8 +186,7 @@ def _halves(gate: fx.Node, up: fx.Node) -> tuple[fx.Node, list[Any]] | None:
         return None
     if tensor(source).shape[-1] != 2 * middle or tensor(source).dim() != tensor(gate).dim():
         return None
-    cuts = [half.args[0] for half in (gate, up) if kind(half.args[0]) == "split"]
-    return source, [gate, up, *cuts]
+    return source, [*part_nodes(gate), *part_nodes(up)]
 
 
 def _describe(node: fx.Node) -> str:

@@ -17,6 +17,7 @@ from torch import fx
 
 from ..ops.linear.desc import LinearArgs
 from ..ops.norm.gated_act import PLAIN, Gate, activation_of
+from .canonicalize import kind
 from .rule import EXACT, is_call, written_between
 from .sites import Match, Miss, SitePass, call
 from .subgraph import fake_value
@@ -52,13 +53,14 @@ def has_epilogue(args: dict[str, Any]) -> bool:
 
 
 def _read(act: fx.Node) -> Match | None:
-    """Expected sites: every gated activation that ``fuse_act`` has raised.
+    """Expected sites: every gated activation that ``fuse_act`` has raised, but for those of which
+    ``up`` is of no linear layer, as where Gemma 4 gates each layer's own embedding.
 
     Exact: gate and up are rounded before the activation, and its result before it is quantized, as
     without fusion.  A kernel may sum in another order than the kernel that it replaces.
     """
     activation = activation_of(act.target)
-    if activation is None:
+    if activation is None or not all(map(_is_of_layer, act.args[1:2])):
         return None
     if (of_experts := expert_linear_args(act.args[0])) is not None:
         return _read_experts(act, of_experts, activation)
@@ -73,6 +75,13 @@ def _read(act: fx.Node) -> Match | None:
     if args["weight_format"] is None:  # defaults at the end, which a call leaves out
         del args["weight_format"], args["weight_zero"]
     return Match(last, [act.args[0], act, last], [last], call(LINEAR, tuple(args.values())))
+
+
+def _is_of_layer(up: Any) -> bool:
+    """Whether a gate's other factor is None or a layer's result, or a part of one."""
+    while kind(up) in ("item", "split", "view", "select", "slice"):
+        up = up.args[0]
+    return up is None or is_call(up, LINEAR, EXPERT_LINEAR)
 
 
 def _read_experts(act: fx.Node, args: dict[str, Any], activation: str) -> Match:

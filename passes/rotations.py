@@ -3,7 +3,8 @@
 Two columns of a head, ``a`` and ``b``, become ``a * cos - b * sin`` and ``b * cos + a * sin``.
 They are half a head apart or neighbours (``Cut``), and a model says it in one of three ways:
 
-- as a sum: ``x * cos + join(-b, a) * sin``, with every cosine twice, as Llama and GPT-J;
+- as a sum: ``x * cos + join(-b, a) * sin``, with every cosine twice, as Llama and GPT-J, or
+  ``join(b, -a)``, which turns back, as NanoChat;
 - as two parts: ``join(a * cos - b * sin, b * cos + a * sin)``, as gpt-oss and DeepSeek V3;
 - as complex numbers: ``view_as_real(view_as_complex(x) * freqs_cis)``, as Llama 4.
 
@@ -13,7 +14,7 @@ Rotations compute in x's dtype, or in float32 from x and cast back.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -192,8 +193,8 @@ def _as_sum(site: fx.Node) -> Any:
 
 
 def _read_sum(site: fx.Node, join: Join, b: Any, a: Any) -> _Found:
-    parts = cut(a, b)
-    if parts is None or kind(join.first) != "neg" or kind(join.second) == "neg":
+    parts, back = cut(a, b), kind(join.second) == "neg"
+    if parts is None or kind(join.first) == kind(join.second):
         raise Miss(f"the parts are not the two {join.layout} of the last dimension")
     if parts.layout != join.layout:
         raise Miss(f"{parts.layout} of the last dimension are joined as {join.layout}")
@@ -213,10 +214,12 @@ def _read_sum(site: fx.Node, join: Join, b: Any, a: Any) -> _Found:
         x = next((one for one in straight.args if is_same(one, parts.source)), None)
     if x is None:
         raise Miss(f"{result.name} adds {straight}, not the tensor times the cosines")
-    nodes = [*join.nodes, *joins, *parts.nodes, join.first, turned, straight]
+    nodes = [*join.nodes, *joins, *parts.nodes, join.first, join.second, turned, straight]
     sin = read_spread(other_operand(turned, joins[-1]), "sin", join.layout, nodes)
     cos = read_spread(other_operand(straight, x), "cos", join.layout, nodes)
     _check_same_angles(cos, sin)
+    if back:
+        sin = replace(sin, steps=(*sin.steps, ("neg",)))
     xs = (x, parts.source)
     return _Found(xs, result, join.layout, cos, sin, [turned, straight], nodes)
 

@@ -1,7 +1,8 @@
 """Puts our linear layers in the place of a library's: they know formats, and siblings are one.
 
-Siblings are layers that read the same tensor one after the other, such as q, k and v.  They become
-parts of one layer, whose weight is loaded where its parts lie: nothing is copied to merge them.
+Siblings are layers that read the same tensor one after the other, such as q, k and v, whenever
+they run.  They become parts of one layer, whose weight is loaded where its parts lie: nothing is
+copied to merge them.
 """
 
 from __future__ import annotations
@@ -52,14 +53,28 @@ class Siblings:
         """Names of the siblings of each group, in the order of their calls; ends the watch."""
         for hook in self._hooks:
             hook.remove()
-        often = Counter(name for name, *_ in self._seen)
-        owners = Counter(id(self._modules[name].weight) for name, *_ in self._seen)
-        groups: dict[Any, list[str]] = {}
+        runs: dict[Any, list[str]] = {}
+        names_of: dict[int, set[str]] = {}
         for name, x, calls in self._seen:
             linear: Any = self._modules[name]
-            if often[name] == 1 and owners[id(linear.weight)] == 1:
-                groups.setdefault((id(x), calls, linear.bias is None), []).append(name)
-        return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+            names_of.setdefault(id(linear.weight), set()).add(name)
+            runs.setdefault((id(x), calls, linear.bias is None), []).append(name)
+        groups = dict.fromkeys(group for names in runs.values() for group in _by_module(names))
+        often = Counter(name for names in groups for name in names)
+        alone = [name for name, count in often.items() if count > 1]
+        alone += [name for names in names_of.values() if len(names) > 1 for name in names]
+        return tuple(names for names in groups if len(names) > 1 and not {*names} & {*alone})
+
+
+def _by_module(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Layers that read one tensor, those of one module apart: gate and up stay two halves where
+    another layer reads what they read.  Each layer that is alone in its module is of the rest."""
+    parents = Counter(name.rpartition(".")[0] for name in names)
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        parent = name.rpartition(".")[0]
+        groups.setdefault(parent if parents[parent] > 1 else "", []).append(name)
+    return [tuple(group) for group in groups.values()]
 
 
 class _Shared:

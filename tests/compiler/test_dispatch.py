@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -38,6 +40,42 @@ def test_a_graph_has_sizes_weights_and_steps_as_inputs_and_dynamos_spelling() ->
     x = torch.rand(3, 4)
     (made,) = [traced.gm(3, torch.full((4,), 2.0), x)]
     assert torch.equal(made[0] if isinstance(made, tuple) else made, (2 * x).view(-1, 2).double())
+
+
+def read_behind(model: Model, x: Tensor) -> Tensor:
+    y = x + 1
+    view = y[:, :2]
+    y.mul_(model.weight)
+    return y.sum(-1, keepdim=True) + view
+
+
+def of_an_input(model: Model, x: Tensor) -> Tensor:
+    return x.mul_(model.weight)
+
+
+def of_another_dtype(model: Model, x: Tensor) -> Tensor:
+    return (x + 1).half().mul_(model.weight)
+
+
+def of_its_own(model: Model, x: Tensor) -> Tensor:
+    return (x + 1).view(-1, 2).add_(1).view(-1, 4).mul_(model.weight)
+
+
+@pytest.mark.parametrize(
+    ("forward", "in_place"),
+    [(read_behind, 1), (of_an_input, 1), (of_another_dtype, 1), (of_its_own, 0)],
+)
+def test_an_op_in_place_makes_a_tensor_of_its_own_where_nobody_can_tell(
+    forward: Callable[[Model, Tensor], Tensor], in_place: int
+) -> None:
+    traced = capture(forward)
+    calls = [str(node.target) for node in traced.gm.graph.nodes if node.op.startswith("call")]
+    assert sum("_.Tensor" in call for call in calls) == in_place
+    model, x = Model(forward), torch.rand(3, 4)
+    model.weight.copy_(torch.rand(4))
+    expected = model(x.clone())
+    (made,) = [traced.gm(3, model.weight, x)]
+    assert torch.equal(made[0] if isinstance(made, tuple) else made, expected)
 
 
 def test_a_size_that_became_a_number_behind_the_capture_is_refused() -> None:

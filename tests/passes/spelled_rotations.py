@@ -43,6 +43,18 @@ def chunked(q: Tensor, k: Tensor, f: Tensor) -> Any:
     return q * cos + turned(q) * sin, k * cos + turned(k) * sin
 
 
+def turned_back(q: Tensor, k: Tensor, f: Tensor) -> Any:
+    """As NanoChat, which rotates the other way."""
+
+    def back(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((second, -first), dim=-1)
+
+    cos, sin = (t.unsqueeze(1) for t in angles(f, q.dtype))
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    return q * cos + back(q) * sin, k * cos + back(k) * sin
+
+
 def heads_last(q: Tensor, k: Tensor, f: Tensor) -> Any:
     cos, sin = (t.unsqueeze(2) for t in angles(f, q.dtype))
     return q * cos + half(q) * sin, k * cos + half(k) * sin
@@ -111,6 +123,17 @@ def pairs(q: Tensor, k: Tensor, f: Tensor) -> Any:
     for x in (q.transpose(1, 2).float(), k.transpose(1, 2).float()):
         made.append((x * cos + turned(x) * sin).to(q.dtype))
     return made
+
+
+def pairs_turned_back(q: Tensor, k: Tensor, f: Tensor) -> Any:
+    """The second of each pair is negated."""
+
+    def back(x: Tensor) -> Tensor:
+        return torch.stack((x[..., 1::2], -x[..., ::2]), dim=-1).flatten(-2)
+
+    emb = torch.repeat_interleave(f, 2, dim=-1)
+    cos, sin = emb.cos().to(q.dtype).unsqueeze(2), emb.sin().to(q.dtype).unsqueeze(2)
+    return q * cos + back(q) * sin, k * cos + back(k) * sin
 
 
 def partial_pairs(q: Tensor, k: Tensor, f: Tensor) -> Any:
@@ -234,10 +257,11 @@ AXES = [without_batch, without_batch_by_head, flat_angles, of_two_axes, of_three
 """In halves too, by angles that have other dimensions, or several axes."""
 HALVES = [
     llama, other_orders, chunked, heads_last, partial, partial_of_each, wide_angles, wide_tensors,
-    four_products, laid_out_by_head, normed_one_by_one,
+    four_products, laid_out_by_head, normed_one_by_one, turned_back,
 ]  # fmt: skip
 PAIRS = [
     pairs, partial_pairs, looked_up, complex_numbers, complex_by_head, complex_table, joined_narrow,
+    pairs_turned_back,
 ]  # fmt: skip
 EXACT = [wide_angles, wide_tensors, pairs, joined_narrow]
 

@@ -44,6 +44,15 @@ def one_head(x: Tensor, w: Tensor) -> Tensor:
     return key[0].transpose(0, 1) + 1
 
 
+def complex_numbers(x: Tensor, w: Tensor) -> Tensor:
+    """Rotates as Llama 4 does, by numbers that are made of the angles of each token."""
+    angles = (x * w).view(-1, HEADS, DIM)[..., : DIM // 2]
+    turns = torch.polar(torch.ones_like(angles), angles).unsqueeze(0)
+    pairs = (x.unsqueeze(0) + w).view(1, -1, HEADS, DIM // 2, 2)
+    numbers = torch.view_as_complex(pairs) * turns
+    return torch.view_as_real(numbers).view(1, -1, HEADS * DIM).squeeze(0)
+
+
 def view_to_batch(x: Tensor, w: Tensor) -> Tensor:
     """As experts do: rows without a batch are given one again."""
     rows = (x.unsqueeze(0) + w).view(-1, HEADS * DIM)
@@ -64,7 +73,7 @@ def run(fn: Callable[..., Tensor]) -> tuple[fx.GraphModule, list[str], bool]:
     return gm, [site.reason for site in report.missed], equal
 
 
-@pytest.mark.parametrize("fn", [heads, view_to_batch])
+@pytest.mark.parametrize("fn", [heads, complex_numbers, view_to_batch])
 def test_a_batch_is_dropped_up_to_where_it_is_taken_away(fn: Callable[..., Tensor]) -> None:
     gm, missed, equal = run(fn)
     assert not missed and equal

@@ -72,9 +72,15 @@ def gelu_slices(x: Tensor) -> Tensor:
     return x[..., half:] * F.gelu(x[..., :half], approximate="tanh")
 
 
+def rows(x: Tensor) -> Tensor:
+    """As Moshi: gate and up are rows of a view."""
+    both = x.view(*x.shape[:-1], 2, x.shape[-1] // 2)
+    return F.silu(both.select(-2, 0)) * both.select(-2, 1)
+
+
 PACKED = [
     silu, other_order, split, slices, negative_slices, sigmoid, sigmoid_first, wide, wide_gate,
-    gelu, gelu_slices,
+    gelu, gelu_slices, rows,
 ]  # fmt: skip
 
 

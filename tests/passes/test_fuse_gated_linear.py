@@ -41,6 +41,15 @@ def clamped(x: Tensor, weight: Tensor) -> Tensor:
     return ops.silu_mul(ops.linear(x, weight), None, 1.702, 7.0, 1.0, True)
 
 
+def of_two_layers(x: Tensor, weight: Tensor) -> Tensor:
+    return ops.silu_mul(ops.linear(x, weight, None), ops.linear(x, weight.neg(), None))
+
+
+def of_no_layer(x: Tensor, weight: Tensor) -> Tensor:
+    """As Gemma 4, which gates an embedding of each layer."""
+    return ops.silu_mul(ops.linear(x, weight, None), x.repeat(1, 2)[:, :48])
+
+
 def inputs() -> tuple[Tensor, Tensor]:
     """x, and the weight flat: of two dimensions its first would be captured as dynamic."""
     return hidden(dtype=torch.bfloat16), torch.randn(48 * 32).bfloat16()
@@ -68,6 +77,7 @@ def test_they_become_one_op_and_no_bit_changes(model: Model) -> None:
     [
         (read_twice, "has 2 users, not the activation alone"),
         (no_linear, "not from a linear layer"),
+        (of_two_layers, "gate and up are two linear layers"),
         (clamped, "interleaved=True), for which there is no fused kernel"),
     ],
 )
@@ -77,6 +87,13 @@ def test_a_miss_says_why(model: Model, reason: str) -> None:
     (report,) = run_passes(gm, build_passes(["fuse_gated_linear"]), verify=True)
     (site,) = report.missed
     assert reason in site.reason
+
+
+def test_a_gate_of_what_no_layer_made_is_no_site() -> None:
+    x, weight = inputs()
+    gm = capture(shaped(of_no_layer), x=x, weight=weight)
+    (report,) = run_passes(gm, build_passes(["fuse_gated_linear"]), verify=True)
+    assert not report.sites
 
 
 def fp8_operands(*scales: tuple[int, int]) -> dict[str, Tensor]:

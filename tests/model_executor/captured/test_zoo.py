@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fusewright.config import UserError
 from fusewright.engine.check_model import EQUAL, REFUSED, check_model
 from fusewright.model_executor.captured import interfaces
 from fusewright.model_executor.captured.default_configs import default_config
 from fusewright.model_executor.captured.interfaces import PagedAttention
+from fusewright.model_executor.captured.linears import Siblings, replace_linears, tensors_of
 from fusewright.model_executor.captured.twin import ATOL, ProofError, compare, make_twin
 
 EQUAL_TYPES = (
@@ -108,3 +109,36 @@ def test_shifted_positions_are_caught() -> None:
 
     with pytest.raises(ProofError):
         compare(twin, shifted, "gpt2")
+
+
+class Layers(nn.Module):
+    """Runs a gated network twice, beside whose gate and up another layer reads their input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("gate", "up", "down")})
+        self.score = nn.Linear(4, 1)
+        self.first, self.second = (nn.ModuleDict({"of": nn.Linear(4, 4)}) for _ in range(2))
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            gated = self.mlp["gate"](x) * self.score(x)
+            x = self.mlp["down"](gated + self.mlp["up"](x))
+        return self.first["of"](x) + self.second["of"](x)  # type: ignore[no-any-return]
+
+
+def test_layers_are_siblings_within_a_module_and_however_often_they_run() -> None:
+    model, x = Layers(), torch.randn(3, 4)
+    watch = Siblings(model)
+    expected = model(x)
+    found = watch.found()
+    assert found == (("mlp.gate", "mlp.up"), ("first.of", "second.of"))
+    weights = dict(model.state_dict())
+    replace_linears(model, found)
+    model.to_empty(device="cpu")
+    for name, tensor in tensors_of(model).items():
+        tensor.data.copy_(weights[name])
+    torch.testing.assert_close(model(x), expected)
