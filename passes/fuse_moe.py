@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from ..ops.norm.gated_act import activation_of
-from .canonicalize import tensor, widened
+from .canonicalize import kind, tensor, widened
 from .fuse_gated_linear import expert_linear_args, has_epilogue, linear_args, why_not_packed
 from .rule import EXACT, is_call, written_between
 from .sites import Match, Miss, SitePass, call, read_elsewhere
@@ -77,7 +77,8 @@ def _read(combine: fx.Node) -> Match | None:
         raise Miss("the experts' layers are of different experts")
     inner: list[Any] = [*gate_up.nodes, *act, *down.nodes, logits]
     items = [user for user in router.users if is_call(user, operator.getitem)]
-    nodes = sorted({*inner, router, *items, combine, made["x"]} - {gate_up.source})
+    casts = {made["x"], made["weight"]} - {gate_up.source, router_weight}
+    nodes = sorted({*inner, router, *items, combine, *casts})
     _check_readers([down.nodes[0], gate_up.nodes[0], *act, *items], nodes)
     if reason := written_between(nodes[0], combine):
         raise Miss(reason)
@@ -122,6 +123,8 @@ def _gate_up(node: Any) -> tuple[list[fx.Node], _Layer]:
 def _layer(node: Any) -> _Layer:
     args = expert_linear_args(node)
     if args is None:
+        if kind(node) == "add" and any(map(expert_linear_args, node.args)):
+            raise Miss("the experts have biases, for which there is no fused kernel")
         raise Miss(f"what it adds comes from {_name(node)}, not from layers of experts")
     if args["x_scale"] is None:
         return _Layer(args["x"], args, None, 0, [node])

@@ -150,7 +150,7 @@ def _gated(node: Any, nodes: list[Any]) -> tuple[Any, Any]:
     if kind(node) != "mul":
         return node, None
     for gate, x in (node.args, reversed(node.args)):
-        source: Any = gate.args[0] if kind(gate) == "sigmoid" else None  # type: ignore[union-attr]
+        source: Any = gate.args[0] if kind(gate) == "sigmoid" else None
         if source is not None and tensor(source).shape[1:] == (1,):
             nodes += [node, gate]
             return x, source

@@ -153,7 +153,7 @@ def _scoring(node: Any) -> tuple[str, fx.Node]:
 
 
 def _is_item(node: Any, index: int) -> bool:
-    return is_call(node, operator.getitem) and node.args[1] == index
+    return is_call(node, operator.getitem) and bool(node.args[1] == index)
 
 
 def _topk(node: Any, count: int | None = None) -> fx.Node:

@@ -11,6 +11,7 @@ import torch
 
 from fusewright import LLM
 from fusewright.config import EngineOptions, UserError
+from fusewright.engine.check_model import EQUAL, check_model
 from fusewright.engine.worker import proof
 from fusewright.model_executor.captured import interfaces
 from fusewright.model_executor.captured.twin import ProofError
@@ -68,6 +69,13 @@ def test_tokens_and_logits_equal_transformers(
         crowd(scheduler)
         check(llm, recorder, expected, f"{model_type} preempted")
         assert scheduler.num_preemptions > 0
+
+
+def test_a_router_of_groups_and_a_shared_expert_are_fused_and_equal() -> None:
+    check = check_model("glm4_moe", 2)
+    assert (check.outcome, check.why) == (EQUAL, "")
+    assert check.sites["routers"] == check.sites["experts"] == [1, 1]
+    assert not {"topk", "gather", "scatter", "masked_fill", "sigmoid"} & {*check.plain}
 
 
 def test_a_compiled_model_is_proven_and_the_proof_is_kept(

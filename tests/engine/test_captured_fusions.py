@@ -24,9 +24,10 @@ MODELS: dict[str, tuple[str, ...]] = {
     "gemma3_text": ("fuse_add_norm",),
     "olmo2": ("fuse_rope_store",),
     "glm": ("fuse_add_norm",),
+    "qwen3_moe": ("canonicalize_route", "fuse_moe", "fuse_rope_store"),
 }
 """The passes that match in a layer of each type beside ``OF_EVERY_LAYER``: angles of two kinds;
-norms of the whole width ahead of the heads; pairs of neighbours in a part of each head."""
+norms of the whole width ahead of the heads; pairs of neighbours in a part of each head; experts."""
 
 
 def lowered(folder: Path) -> Lowered:

@@ -89,6 +89,16 @@ def test_fp8_experts_run_the_grouped_gemm_from_fewer_tokens_on(
                 assert found["kernels"].count("_expert_linear_kernel") == 2 - grouped
 
 
+def test_a_captured_model_launches_what_its_adapter_does(folder: Path, capsys: Capture) -> None:
+    told = [facts(folder, capsys, "--model-impl", impl) for impl in ("adapter", "transformers")]
+    ours, theirs = (
+        [(layer["launches"], [r["kernels"] for r in layer["ranges"]]) for layer in each["layers"]]
+        for each in told
+    )
+    assert ours == theirs
+    assert not any(site["outcome"] == "missed" for site in told[1]["sites"])
+
+
 def test_a_layer_of_few_tokens_is_ten_launches_of_triton(folder: Path, capsys: Capture) -> None:
     """Nothing is sorted for them."""
     told = facts(folder, capsys, "--kernels", "chain=library")
