@@ -7,6 +7,7 @@ the chain is cut there.  ``READERS`` has them all; a stage from outside brings i
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,18 +15,25 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..ops.chain.row_stages import Add, Scale
 from ..ops.chain.stages import Act, AddNorm, AllReduce, Experts, Linear, Norm, Stage
 from ..ops.experts.moe import Call as ExpertsCall
 from ..ops.norm.gated_act import GATED_ACTS
 from ..ops.norm.norm import Norm as Axes, norm_axes
+from .canonicalize import is_dense
+from .fuse_add_norm import ADDS, why_not_summed
 from .fuse_gated_linear import linear_args, why_not_packed
-from .rule import is_call
+from .rule import is_call, writes_shared
 from .sites import Miss, op_name, read_elsewhere
 from .subgraph import fake_value
 
 QUANTIZE = torch.ops.fw.quant_fp8_dynamic.default
 _ALL_REDUCE = torch.ops.fw.all_reduce.default
 MOE = torch.ops.fw.fused_moe.default
+_PRODUCTS = (
+    *(operator.mul, operator.imul, torch.mul, "mul", "mul_"),
+    *(torch.ops.aten.mul.Tensor, torch.ops.aten.mul_.Tensor),
+)
 _ACTS = {op.overload(): key for key, op in GATED_ACTS.items() if key[1] != "static"}
 
 
@@ -314,6 +322,41 @@ def read_experts(chain: Reading, node: fx.Node) -> Read | None:
     )
 
 
+def read_scale(chain: Reading, node: fx.Node) -> Read | None:
+    """A product with a number."""
+    if not is_call(node, *_PRODUCTS) or len(node.args) != 2 or node.args[0] is not chain.value:
+        return None
+    factor: Any = node.args[1]
+    if type(factor) not in (int, float) or node.kwargs:
+        return None
+    value = fake_value(node)
+    if value.dtype != chain.dtype or not is_dense(value) or writes_shared(node):
+        return None
+    is_sum = chain.value in chain.totals
+    # No site, so no reason: the chain ends before a product of what others read too.
+    if why_read_elsewhere(chain, [node]) or (is_sum and read_elsewhere(chain.value, [node])):
+        return None
+    totals = (node,) if is_sum else ()
+    return Read(
+        lambda names: Scale(tensors=names, factor=float(factor)), {}, [node], node, totals=totals
+    )
+
+
+def read_add(chain: Reading, node: fx.Node) -> Read | None:
+    """An add of the residual stream whose sum goes to no norm."""
+    if not is_call(node, *ADDS) or chain.value not in node.args or chain.totals:
+        return None
+    if reason := why_not_summed(node) or why_read_elsewhere(chain, [node]):
+        raise Miss(reason)
+    left, right = node.args
+    if left is right:
+        raise Miss("what a layer makes is added to itself")
+    other: Any = right if left is chain.value else left
+    if chain.dtype != fake_value(other).dtype:
+        raise Miss(f"the residual is {fake_value(other).dtype}, what is added {chain.dtype}")
+    return Read(lambda names: Add(tensors=names), {}, [node], node, residual=other, totals=(node,))
+
+
 READERS: list[Reader] = [
     read_linear,
     read_add_norm,
@@ -321,5 +364,8 @@ READERS: list[Reader] = [
     read_experts,
     read_norm,
     read_all_reduce,
+    read_scale,
 ]
 """Every reader, in the order in which they are asked."""
+ROW_READERS = (read_norm, read_scale, read_add_norm, read_add)
+"""The readers of all that the kernel of rows computes."""

@@ -28,8 +28,17 @@ from ..ops.chain.rows import ROWS, row_span
 from ..ops.chain.stages import Chain
 from ..ops.norm.gated_act import GATED_ACTS
 from ..ops.norm.norm import Norm as Axes, norm_axes
-from .chain_readers import MOE, QUANTIZE, READERS, Read, Reader, Reading, items, read_linear
-from .chain_rows import ROW_READERS, read_scale
+from .chain_readers import (
+    MOE,
+    QUANTIZE,
+    READERS,
+    ROW_READERS,
+    Read,
+    Reader,
+    Reading,
+    items,
+    read_linear,
+)
 from .fuse_gated_linear import LINEAR, linear_args
 from .report import PassReport
 from .rule import EXACT, Context, Rule, is_call, written_between
@@ -150,8 +159,10 @@ def _grow_rows(start: fx.Node) -> Reading | None:
             read = _read(chain, following, ROW_READERS)
         except Miss:
             break
-        chain = read and chain.grown(read)
-        if chain is None or row_span(chain.stages) != len(chain.stages):
+        if read is None:
+            break
+        chain = chain.grown(read)
+        if row_span(chain.stages) != len(chain.stages):
             break
         first, last = chain.nodes[0], chain.nodes[-1]
         if first is not last and written_between(first, last):
@@ -176,7 +187,7 @@ def _grow(start: fx.Node) -> _Grown:
     while readers:
         try:
             if chain.stages:
-                read = _read(chain, readers, (*READERS, read_scale))
+                read = _read(chain, readers, READERS)
             else:
                 read = read_linear(chain, following)
         except Miss as miss:

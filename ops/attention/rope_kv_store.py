@@ -163,8 +163,8 @@ def _cases(draw: Draw) -> Iterator[Case]:
         many = call(f"{layout}, norm, many tokens", 66, (5, 2), 64, 64, layout=layout, norm=True)
         yield from (many, call(f"{layout}, 20 of 72", 5, (3, 1), 72, 20, layout=layout, fp8=True))
     yield call("norm with an offset", 5, (4, 1), 256, 256, norm=True, offset=1.0)
-    partial = {"layout": "pairs", "norm": True, "padding": 1}
-    yield call("pairs, offset, 64 of 128", 7, (4, 2), 128, 64, offset=1.0, **partial)
+    sizes = 7, (4, 2), 128, 64
+    yield call("pairs, offset, 64 of 128", *sizes, layout="pairs", norm=True, offset=1.0, padding=1)
     positions, q, k, v, *rest = call("", 6, (4, 2), 24, 24, padding=2, norm=True).args
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     yield Case("contiguous", (positions, q.contiguous(), k.contiguous(), v.contiguous(), *rest))

@@ -21,13 +21,15 @@ from tests.engine.test_parity import FEW_TOKENS, prompts
 OF_EVERY_LAYER = ("rope_table", "fuse_act", "fuse_gated_linear", "canonicalize_norm")
 MODELS: dict[str, tuple[str, ...]] = {
     "llama": ("fuse_chain", "fuse_add_norm", "fuse_rope_store"),
-    "gemma3_text": ("fuse_add_norm",),
-    "olmo2": ("fuse_rope_store",),
-    "glm": ("fuse_add_norm",),
+    "gemma3_text": ("fuse_chain", "fuse_add_norm", "fuse_rope_store"),
+    "olmo2": ("fuse_chain", "fuse_rope_store"),
+    "glm4": ("fuse_chain", "fuse_add_norm", "fuse_rope_store"),
+    "granite": ("fuse_chain", "fuse_add_norm", "fuse_rope_store"),
     "qwen3_moe": ("canonicalize_route", "fuse_moe", "fuse_rope_store"),
 }
 """The passes that match in a layer of each type beside ``OF_EVERY_LAYER``: angles of two kinds;
-norms of the whole width ahead of the heads; pairs of neighbours in a part of each head; experts."""
+norms of the whole width ahead of the heads; pairs of neighbours in a part of each head; products.
+All but Llama and Granite have post-norms."""
 
 
 def lowered(folder: Path) -> Lowered:

@@ -133,6 +133,16 @@ def test_few_rows_stream(scheme: str, ranks: int, last: bool, rows: int, names: 
     assert [*found] == names
 
 
+@pytest.mark.parametrize("rows", [1, 17])
+def test_products_and_offsets_of_norms_cost_no_launch(rows: int) -> None:
+    """Granite's residual multiplier and Gemma's norms, with few rows and with more."""
+    plain = decoder_layer(rows)
+    text = plain[3].replace("eps=1e-05", "eps=1e-05, offset=1.0")
+    text = text.replace("add_norm", "scale(factor=0.22) > add_norm")
+    run = CHAIN.implementation("cuda").runs
+    assert [*run(*plain[:3], text)] == [*run(*plain)]  # type: ignore[misc]
+
+
 @pytest.mark.parametrize(("scheme", "rows"), [("", 17), ("token", 3), ("block", 40)])
 def test_more_rows_run_as_without_a_chain(scheme: str, rows: int) -> None:
     """The kernels are those that the ops of the stages have alone."""
@@ -192,7 +202,9 @@ def described(args: Any, dtype: Any = None, **target: Any) -> ops.OpDesc:
     [
         ("FP8 token, one token", torch.bfloat16, "less than 8 MiB"),
         ("FP8 token, one token", torch.float16, "an FP8 weight is converted to bfloat16 alone"),
-        ("offset norm", torch.bfloat16, "the norm's weight has an offset"),
+        ("offset norm", torch.bfloat16, "less than 8 MiB"),
+        ("residual multiplier, offset norm", torch.bfloat16, "less than 8 MiB"),
+        ("rows, sandwich", torch.bfloat16, "no chain kernel has this pattern"),
         ("post-norm", torch.bfloat16, "no chain kernel has this pattern"),
         ("SiLU", torch.float32, "not bfloat16 or FP8"),
     ],
@@ -250,8 +262,8 @@ def unrounded(args: Any) -> tuple[Tensor, Tensor]:
         stages.append(replace(stage, tensors=tuple(plain), **size))
         operands += plain.values()
     text = " > ".join(map(str, stages))
-    y, total = Call.of((call.x.float(), call.residual.float(), operands, text)).fold(by_reference)
-    return y, total
+    state = Call.of((call.x.float(), call.residual.float(), operands, text)).fold(by_reference)
+    return state.x, state.total
 
 
 def error(got: Tensor, want: Tensor) -> float:

@@ -1,0 +1,92 @@
+"""What stands between two linear layers becomes one call: post-norms, products, adds and norms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.passes.test_fuse_chain import N1, SIZE, L, Model, N, chains, dense, fused, norm
+
+P, P1 = "norm(weight, eps=1e-05)", "norm(weight, eps=1e-05, offset=1.0)"
+
+
+def sandwich(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+    """Gemma 2's, whose norm and whose sum are read by several."""
+    total = r + norm(dense(x, w), nw, 1.0)
+    y = norm(total, nw, 1.0)
+    return dense(y, w), y * 2, total
+
+
+def post_norm(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+    """OLMo 2's: layers read the sum itself."""
+    total = r + norm(dense(x, w), nw)
+    return dense(total, w), total * 3
+
+
+def multiplied(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+    """Granite's, which multiplies what it adds."""
+    total = r + dense(x, w) * 0.22
+    return dense(norm(total, nw), w), total
+
+
+def multiplied_no_layer(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+    total = r + 0.5 * (x + w.view(SIZE, SIZE)[:1]) * 0.22
+    return norm(total, nw), total
+
+
+def multiplied_sum(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+    """Gemma 4's, which multiplies the sum."""
+    total = (norm(dense(x, w), nw) + r) * 0.7
+    return dense(norm(total, nw, 0.0), w), total
+
+
+MATCHED: list[tuple[Model, list[str]]] = [
+    (sandwich, [f"{P1} > {N1}"]),
+    (post_norm, [f"{P} > add()"]),
+    (multiplied, [f"{L} > scale(factor=0.22) > {N} > {L}"]),
+    (multiplied_no_layer, [f"scale(factor=0.22) > {N}"]),
+    (multiplied_sum, [f"{P} > add() > scale(factor=0.7) > {P.replace(')', ', offset=0.0)')}"]),
+]
+
+
+@pytest.mark.parametrize(("model", "texts"), MATCHED, ids=lambda v: getattr(v, "__name__", ""))
+def test_rows_become_one_op_and_no_bit_changes(model: Model, texts: list[str]) -> None:
+    """Verified: the sides before and after have the same bits."""
+    gm, report = fused(model)
+    assert chains(gm) == texts
+    assert report.matched == sum(text.count("norm(") for text in texts) and not report.missed
+
+
+def multiplied_sum_read(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+    total = norm(dense(x, w), nw) + r
+    return dense(norm(total * 0.7, nw), w), total
+
+
+def post_norm_read(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+    y = norm(dense(x, w), nw)
+    return dense(norm(y + r, nw), w), y
+
+
+def two_products(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+    return norm(r + norm(dense(x, w), nw) * 0.3 * 0.2, nw)
+
+
+def broadcast(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+    return norm(dense(x, w), nw) + r[:1]
+
+
+@pytest.mark.parametrize(
+    ("model", "texts"),
+    [
+        (multiplied_sum_read, [f"{P} > add()"]),
+        (post_norm_read, []),
+        (two_products, [f"scale(factor=0.2) > {N}"]),
+        (broadcast, []),
+    ],
+    ids=lambda v: getattr(v, "__name__", ""),
+)
+def test_rows_are_joined_as_far_as_one_launch_computes_them(model: Model, texts: list[str]) -> None:
+    gm, _ = fused(model)
+    assert chains(gm) == texts
