@@ -6,6 +6,7 @@ import atexit
 import gc
 import logging
 import os
+import random
 import secrets
 import shutil
 import sys
@@ -89,7 +90,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--fw-cases",
         type=int,
         default=1,
-        help="how many times as many random graphs and requests as usual",
+        help="how many times as many random graphs and requests as usual; all cases of products",
     )
 
 
@@ -111,7 +112,18 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"fusewright: device {where}, --fw-seed={config.option.fw_seed}"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def is_drawn(item: pytest.Item, seed: int) -> bool:
+    """Whether this run has a case of a test that is marked as a product of axes."""
+    drawn = random.Random(f"{seed} {item.nodeid}").random() < 0.5
+    return drawn or not item.get_closest_marker("product")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    whole = len(config.args) == 0 or config.args == config.getini("testpaths")
+    if whole and config.option.fw_cases == 1 and not torch.cuda.is_available():
+        left_out = [item for item in items if not is_drawn(item, config.option.fw_seed)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if is_drawn(item, config.option.fw_seed)]
     # `make test` hands out whole files, so that no fixture is built twice; the long ones first, so
     # that no worker ends long after the others.
     slow = {item.path for item in items if item.get_closest_marker("slow")}

@@ -1,7 +1,7 @@
 """Counts which lines of the package the tests run, under ``--fw-coverage``: pyproject.toml says
 where and what, ``make coverage`` reports.
 
-Counting makes a test half as slow again, so the tests are left out that take long for the lines
+Counting makes a test take twice as long, so the tests are left out that take long for the lines
 that they alone run.  Every module is imported first: else a line would count or not by which worker
 imports it.
 """

@@ -1,4 +1,4 @@
-"""Processes that start at once with one empty store: one compiles, all answer."""
+"""Processes that start at once with one empty store: one compiles, both answer."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from fusewright.compiler.artifacts.store import Store
 from tests.engine.start_process import begin, environment, result
 
-PROCESSES = 3
+PROCESSES = 2
 SUMS = {"12+34=": "46", "905-46=": "859", "sort 5 3 9 1=": "1 3 5 9"}
 
 
 @pytest.mark.slow
-def test_one_of_three_processes_compiles_and_all_answer(
+def test_one_of_two_processes_compiles_and_both_answer(
     tmp_path: Path, device: torch.device
 ) -> None:
     store = tmp_path / "store"

@@ -244,7 +244,7 @@ setups = (
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(setups, st.integers(0, 2**32), st.sampled_from([0.1, 0.5, 1.0]))
 def test_every_request_gets_its_solo_answer(setup: Setup, seed: int, busy: float) -> None:
     play(setup, random.Random(seed), num_steps=40, busy=busy)
@@ -271,11 +271,11 @@ def test_hundreds_of_steps_under_constant_preemption(
         async_scheduling=async_scheduling,
         prefix_caching=prefix_caching,
     )
-    steps = 800 * fw_cases
+    steps = 300 * fw_cases
     client = play(setup, random.Random(chunk), num_steps=steps, busy=0.25)
     assert client.num_steps >= steps
     if chunk > 1:  # at one token a step, hardly two requests ever run together
-        assert client.engine.core.scheduler.num_preemptions > 8
+        assert client.engine.core.scheduler.num_preemptions > 3
     assert bool(client.engine.core.scheduler.num_prefix_hits) == prefix_caching
 
 

@@ -120,6 +120,13 @@ CASES = [
 """Every model at the level that users get, but those that differ in their table of rotations alone;
 a mixture of experts at each other level.  The two dense models that several levels have meet every
 block size."""
+IN_EVERY_RUN = {"llama_gqa", "qwen2_window", *OF_EXPERTS}
+
+
+def is_compiled(name: str, seed: int, cases: int) -> bool:
+    """Whether -O2 is this run's for a model; for half of the dense ones, others with each seed."""
+    return cases > 1 or name in IN_EVERY_RUN or (NAMES.index(name) + seed) % 2 == 0
+
 
 CROWDED = ("llama_gqa", "mistral_window", "qwen2_window", OF_EXPERTS[1])
 """Models whose requests also preempt each other: what is computed anew depends on groups of layers
@@ -128,13 +135,21 @@ and their windows, not on what a layer is made of."""
 
 @pytest.mark.parametrize(("name", "level", "block_size"), CASES)
 def test_tokens_and_logits_equal_transformers(
-    name: str, level: int, block_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    level: int,
+    block_size: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fw_seed: int,
+    fw_cases: int,
 ) -> None:
     """Ragged batches in chunks, for some models with preemption too.  Every chunk size is one of
     some model's."""
     BY_NAME[name].save(tmp_path)
     expected = references(name, name in CROWDED)
     chunk = CHUNKS[CASES.index((name, level, block_size)) % len(CHUNKS)]
+    if level == 2 and not is_compiled(name, fw_seed, fw_cases):
+        level = 0
     llm = LLM(
         str(tmp_path),
         optimization_level=level,

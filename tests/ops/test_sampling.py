@@ -275,6 +275,7 @@ def thresholds(
     return threshold[:, None]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("names", ["top_k", "top_p", "min_p", "top_k top_p", "top_k top_p min_p"])
 @pytest.mark.parametrize("vocab", [1, 37, 1021])
 def test_kept_sets_match_brute_force(

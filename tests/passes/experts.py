@@ -177,14 +177,6 @@ def fp8_last_layer(x: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
     return ops.rms_norm(total, second, 1e-6), total
 
 
-def fp8_before_a_plain_layer(x: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
-    """The layer behind is not FP8, so it is not joined."""
-    first, second, layer = norm_weights(flat)
-    total = x.cos() + fp8_linear(x, layer)
-    total = total + fp8(ops.rms_norm(total, first, 1e-5), flat)
-    return ops.linear(ops.rms_norm(total, second, 1e-6), layer, first), total
-
-
 def fp8_layer_before(x: Tensor, flat: Tensor) -> Tensor:
     first, _, layer = norm_weights(flat)
     return moe(ops.rms_norm(x.cos() + fp8_linear(x, layer), first, 1e-5), flat)

@@ -129,6 +129,7 @@ def test_halves_of_one_tensor_become_one_op(fn: Any, dtype: torch.dtype, graph: 
     assert targets(gm) == ["gelu_tanh_mul.default" if "gelu" in fn.__name__ else "silu_mul.default"]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("graph", [capture, aten], ids=names)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fn", APART, ids=names)
