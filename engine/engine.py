@@ -170,7 +170,7 @@ class Engine(EngineLoop):
         if self.spec.captured is None or self.spec.captured.ranks == 1:
             return {}
         kinds = Counter(shard.kind for shard in self.spec.captured.shards)
-        return {"split": dict(kinds), "whole": dict(self.spec.captured.whole)}
+        return {"split": dict(kinds), "whole": dict(self.spec.captured.unsplit)}
 
     def _report_tables(self) -> dict[str, Any]:
         said = ops.report_tables(torch.device(self.config.hardware.device))

@@ -105,7 +105,7 @@ def explain_model(
     off = passes_off(options, config)
     sites = expected_sites(lowered.reports, before.traced, config.compile.passes, off, where)
     notes = [_UNMEASURED] if config.compile.tune and not artifact else []
-    layers = spec.captured.whole if spec.captured else ()
+    layers = spec.captured.unsplit if spec.captured else ()
     notes += [f"whole on every rank: {name} ({reason})" for name, reason in layers]
     notes += [_MEASURED.format(artifact.manifest.key)] if artifact else []
     if hardware.device == "cuda":

@@ -7,6 +7,7 @@ on a GPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import transformers
@@ -21,7 +22,7 @@ class Engine:
         if options.quantization or options.kv_cache_dtype != "auto":
             raise UserError("transformers is measured without --quantization and --kv-cache-dtype")
         self.name = f"transformers {transformers.__version__}, static cache, torch.compile"
-        auto = transformers.AutoModelForCausalLM
+        auto: Any = transformers.AutoModelForCausalLM
         with torch.device("cuda"):
             if options.load_format == "dummy":
                 config = transformers.AutoConfig.from_pretrained(options.model)

@@ -181,7 +181,7 @@ def planned_facts(facts: CapturedFacts, dtype: torch.dtype, world: int, what: st
         )
         raise UserError(f"tensor_parallel_size={world}: nothing of {what} can be split ({said})")
     _check_own_plan(model, shards, what)
-    return replace(facts, attention=calls, shards=shards, whole=reasons, ranks=world)
+    return replace(facts, attention=calls, shards=shards, unsplit=reasons, ranks=world)
 
 
 def _plan(
