@@ -322,6 +322,40 @@ def _decode_kernel(
 
 
 @triton.jit
+def _attend_in_parts(
+    acc, row_max, row_sum, q, query_pos, first_seen, kv_ptr, table_ptr, head, begin, end,
+    readable_begin, first_pos, window, chunk, scale, soft_cap, KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, IS_WIDE: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """``_attend`` for the queries from ``first_pos`` to ``end``: without masks in the tiles that
+    all of them see whole, unless the window is narrow."""
+    if IS_WIDE or not HAS_WINDOW:
+        all_see = tl.maximum((first_pos + 1) // BLOCK_N * BLOCK_N, begin)
+        if HAS_WINDOW:
+            all_reach = tl.cdiv(_first_seen(end - 1, window, chunk), BLOCK_N) * BLOCK_N
+            all_reach = tl.minimum(all_reach, all_see)
+            acc, row_max, row_sum = _attend(
+                acc, row_max, row_sum, q, query_pos, first_seen, kv_ptr, table_ptr, head,
+                begin, all_reach, readable_begin, scale, soft_cap, KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+                BLOCK_N, True, True, HAS_WINDOW, HAS_CAP, PRECISION
+            )  # fmt: skip
+            begin = all_reach
+        acc, row_max, row_sum = _attend(
+            acc, row_max, row_sum, q, query_pos, first_seen, kv_ptr, table_ptr, head, begin,
+            all_see, begin, scale, soft_cap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, False, False,
+            HAS_WINDOW, HAS_CAP, PRECISION
+        )  # fmt: skip
+        begin = all_see
+    acc, row_max, row_sum = _attend(
+        acc, row_max, row_sum, q, query_pos, first_seen, kv_ptr, table_ptr, head, begin, end,
+        readable_begin, scale, soft_cap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, True, True,
+        HAS_WINDOW, HAS_CAP, PRECISION
+    )  # fmt: skip
+    return acc, row_max, row_sum
+
+
+@triton.jit
 def _prefill_kernel(
     q: Rows, table: Rows, kv_ptr, seq_lens_ptr, query_start_ptr, out_ptr, kv_scale_ptr,
     out_scale_ptr, sinks_ptr, num_seqs, scale, window, chunk, soft_cap, KV_HEADS: tl.constexpr,
@@ -381,27 +415,10 @@ def _prefill_kernel(
     row_max = tl.full([BLOCK_M], _NO_MAX, dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     table_ptr = table.ptr + seq.to(tl.int64) * table.stride
-    if IS_WIDE or not HAS_WINDOW:
-        all_see = tl.maximum((computed + first_query + 1) // BLOCK_N * BLOCK_N, begin)
-        if HAS_WINDOW:
-            all_reach = tl.cdiv(_first_seen(end - 1, window, chunk), BLOCK_N) * BLOCK_N
-            all_reach = tl.minimum(all_reach, all_see)
-            acc, row_max, row_sum = _attend(
-                acc, row_max, row_sum, q_rows, query_pos, first_seen, kv_ptr, table_ptr, head,
-                begin, all_reach, readable_begin, scale, soft_cap, KV_HEADS, HEAD_DIM, BLOCK_SIZE,
-                BLOCK_N, True, True, HAS_WINDOW, HAS_CAP, PRECISION
-            )  # fmt: skip
-            begin = all_reach
-        acc, row_max, row_sum = _attend(
-            acc, row_max, row_sum, q_rows, query_pos, first_seen, kv_ptr, table_ptr, head, begin,
-            all_see, begin, scale, soft_cap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, False, False,
-            HAS_WINDOW, HAS_CAP, PRECISION
-        )  # fmt: skip
-        begin = all_see
-    acc, row_max, row_sum = _attend(
+    acc, row_max, row_sum = _attend_in_parts(
         acc, row_max, row_sum, q_rows, query_pos, first_seen, kv_ptr, table_ptr, head, begin, end,
-        readable_begin, scale, soft_cap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, True, True,
-        HAS_WINDOW, HAS_CAP, PRECISION
+        readable_begin, computed + first_query, window, chunk, scale, soft_cap, KV_HEADS, HEAD_DIM,
+        BLOCK_SIZE, BLOCK_N, HAS_WINDOW, IS_WIDE, HAS_CAP, PRECISION
     )  # fmt: skip
     if sinks_ptr is not None:
         # Last, not first: the loops would carry the layout that sinks are loaded in.
