@@ -174,7 +174,7 @@ class Yardstick:
         self._do("fi_plan")
 
     def run(self, i: int) -> None:
-        q, cache, *_, out, _scale, _window, _cap = self.batch.calls[i]
+        q, cache, _table, _lens, _starts, out, *_ = self.batch.calls[i]
         self.call.q, self.call.kv_cache, self.call.out = (t.data_ptr() for t in (q, cache, out))
         self.call.indices = self.batch.indices[i].data_ptr()
         self._do("fi_run")

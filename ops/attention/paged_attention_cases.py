@@ -96,6 +96,8 @@ def cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Ite
     prefill, long = [(140, 140)], [(1, 700), (1, 0), (1, 300)]
     both = {"window": 20, "cap": 5.0}
     in_chunks = {"window": 33, "chunk": 48, "cap": 5.0, "sinks": dtype}
+    # Their begin crosses tiles that others of the batch see whole.
+    wide = {"window": 520, "chunk": 640}
     last_chunk = {"chunk": 350, "sinks": torch.float32}  # it sees 300 positions, in two splits
     fp8_sinks = {"fp8": "scaled kv, out", "sinks": dtype}
     # Few distinct shapes and options: each is a compilation for the sm_90 tests.
@@ -125,6 +127,7 @@ def cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Ite
         ("mixed, chunks, head 112", mixed, (4, 2, 112), 16, {"chunk": 20}),
         ("mixed, head 512", [(3, 40), (1, 70)], (2, 1, 512), 16, {}),
         ("prefill chunk, window in chunks, sinks", [(70, 170)], (8, 2, 64), 16, in_chunks),
+        ("prefill chunk, wide window in chunks", [(70, 700), (9, 600)], (8, 2, 64), 16, wide),
         ("decode, sinks, head 192", decode, (2, 1, 192), 16, {"sinks": dtype}),
         ("one long decode, chunks, sinks", [(1, 1000)], (8, 2, 64), 16, last_chunk),
         ("long decodes, sinks, fp8 kv, scales, fp8 out", long, (8, 2, 64), 16, fp8_sinks),

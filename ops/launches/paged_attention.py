@@ -18,6 +18,8 @@ from .paged_attention_plan import MAX_SEQS, AttentionPlan, plan
 
 # A window, or a chunk, of all positions.
 _ALL = 2**31 - 1
+# Positions of a window or chunk from which on most tiles need no mask.
+_WIDE = 512
 
 
 def programs_at_once(device: torch.device) -> int:
@@ -163,11 +165,12 @@ def prefill(*args: Any, invariant: bool = False) -> list[Launch]:
     given = _kernel_args(call, invariant=invariant)
     p = given.plan
     fewest = 1 if invariant or len(call.seq_lens) == 1 else 2
+    is_wide = _WIDE <= min(given.numbers["window"], given.numbers["chunk"]) < _ALL
     launch = Launch(
         "paged_attention:_prefill_kernel",
         p.prefill_grid,
         given.tensors | given.numbers,
-        p.prefill_constexprs | given.flags | {"FEWEST": fewest},
+        p.prefill_constexprs | given.flags | {"FEWEST": fewest, "IS_WIDE": is_wide},
         p.prefill_warps,
         p.prefill_stages,
         given.dynamic,

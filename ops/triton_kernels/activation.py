@@ -16,7 +16,7 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def _logistic(x):
+def logistic(x):
     """1 / (1 + exp(-x)), 0 below -87.3: nothing is spent on subnormal numbers."""
     if _INTERPRETED:
         return 1.0 / (1.0 + tl.exp(-x))
@@ -42,7 +42,7 @@ def gated(gate, up, ACTIVATION: tl.constexpr):
     else:
         # 0.5 * (1 + tanh(u)) is the logistic function of 2u; sqrt(2 / pi) as in the paper.
         exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    return gate * _logistic(exponent) * up
+    return gate * logistic(exponent) * up
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def _gated_activation_kernel(
     if UP_OFFSET != 0:
         up += UP_OFFSET
     if ALPHA != 1:
-        out = gate * _logistic(ALPHA * gate) * up
+        out = gate * logistic(ALPHA * gate) * up
     else:
         out = gated(gate, up, ACTIVATION)
     tl.store(out_ptr + row * intermediate + cols, out.to(out_ptr.dtype.element_ty), mask=mask)

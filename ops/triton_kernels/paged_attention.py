@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .activation import logistic
 from .dependent import start_next_and_wait, wait_for_previous
 from .float8 import stored_as
 from .groups import Rows
@@ -94,7 +95,9 @@ def _store_rows(ptrs, result, out_scale_ptr, mask):
 
 
 @triton.jit
-def _tanh(x):
+def _tanh(x, IS_EXACT: tl.constexpr):
+    if not IS_EXACT:
+        return 2.0 * logistic(2.0 * x) - 1.0
     # The quotient loses relative accuracy near zero, where the series has it.
     e = tl.exp2(tl.abs(x) * (-2.0 * _LOG2_E))
     far = (1.0 - e) / (1.0 + e)
@@ -149,7 +152,8 @@ def _attend(
         block = tl.load(table_ptr + following // BLOCK_SIZE, mask=following < end, other=0)
         logits = _dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32), PRECISION)
         if HAS_CAP:
-            logits = _tanh(logits * (scale / soft_cap)) * (soft_cap * _LOG2_E)
+            share = _tanh(logits * (scale / soft_cap), q.dtype == tl.float32)
+            logits = share * (soft_cap * _LOG2_E)
         if MASKED:
             seen = valid[None, :]
             if CAUSAL:
@@ -318,17 +322,53 @@ def _decode_kernel(
 
 
 @triton.jit
+def _attend_in_parts(
+    acc, row_max, row_sum, q, query_pos, first_seen, kv_ptr, table_ptr, head, begin, end,
+    readable_begin, first_pos, window, chunk, scale, soft_cap, KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, IS_WIDE: tl.constexpr, HAS_CAP: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """``_attend`` for the queries from ``first_pos`` to ``end``: without masks in the tiles that
+    all of them see whole, unless the window is narrow."""
+    if IS_WIDE or not HAS_WINDOW:
+        all_see = tl.maximum((first_pos + 1) // BLOCK_N * BLOCK_N, begin)
+        if HAS_WINDOW:
+            all_reach = tl.cdiv(_first_seen(end - 1, window, chunk), BLOCK_N) * BLOCK_N
+            all_reach = tl.minimum(all_reach, all_see)
+            acc, row_max, row_sum = _attend(
+                acc, row_max, row_sum, q, query_pos, first_seen, kv_ptr, table_ptr, head,
+                begin, all_reach, readable_begin, scale, soft_cap, KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+                BLOCK_N, True, True, HAS_WINDOW, HAS_CAP, PRECISION
+            )  # fmt: skip
+            begin = all_reach
+        acc, row_max, row_sum = _attend(
+            acc, row_max, row_sum, q, query_pos, first_seen, kv_ptr, table_ptr, head, begin,
+            all_see, begin, scale, soft_cap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, False, False,
+            HAS_WINDOW, HAS_CAP, PRECISION
+        )  # fmt: skip
+        begin = all_see
+    acc, row_max, row_sum = _attend(
+        acc, row_max, row_sum, q, query_pos, first_seen, kv_ptr, table_ptr, head, begin, end,
+        readable_begin, scale, soft_cap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, True, True,
+        HAS_WINDOW, HAS_CAP, PRECISION
+    )  # fmt: skip
+    return acc, row_max, row_sum
+
+
+@triton.jit
 def _prefill_kernel(
     q: Rows, table: Rows, kv_ptr, seq_lens_ptr, query_start_ptr, out_ptr, kv_scale_ptr,
     out_scale_ptr, sinks_ptr, num_seqs, scale, window, chunk, soft_cap, KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, SEQS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, FEWEST: tl.constexpr, PRECISION: tl.constexpr, PROGRAMMATIC: tl.constexpr
+    IS_WIDE: tl.constexpr, HAS_CAP: tl.constexpr, FEWEST: tl.constexpr, PRECISION: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr
 ):  # fmt: skip
     """Sequences with at least FEWEST queries: a program takes BLOCK_M // GROUP queries of one KV
     head.
 
-    The flash-attention forward (Dao, 2023): masks only in the tiles that the diagonal crosses.
+    The flash-attention forward (Dao, 2023): masks only in the tiles that the diagonal crosses, and
+    in those that the begin of a wide window does; of a narrow one in all.
     """
     wait_for_previous(PROGRAMMATIC)
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
@@ -372,21 +412,21 @@ def _prefill_kernel(
     # A multiple of BLOCK_N: a query's tiles, and so its rounding, do not depend on the chunking.
     begin = readable_begin // BLOCK_N * BLOCK_N
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-    row_max, row_sum = _softmax_start(sinks_ptr, query_head, row_live)
+    row_max = tl.full([BLOCK_M], _NO_MAX, dtype=tl.float32)
+    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     table_ptr = table.ptr + seq.to(tl.int64) * table.stride
-    if not HAS_WINDOW:
-        all_see = (computed + first_query + 1) // BLOCK_N * BLOCK_N
-        acc, row_max, row_sum = _attend(
-            acc, row_max, row_sum, q_rows, query_pos, first_seen, kv_ptr, table_ptr, head, begin,
-            all_see, begin, scale, soft_cap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, False, False,
-            HAS_WINDOW, HAS_CAP, PRECISION
-        )  # fmt: skip
-        begin = all_see
-    acc, row_max, row_sum = _attend(
+    acc, row_max, row_sum = _attend_in_parts(
         acc, row_max, row_sum, q_rows, query_pos, first_seen, kv_ptr, table_ptr, head, begin, end,
-        readable_begin, scale, soft_cap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, True, True,
-        HAS_WINDOW, HAS_CAP, PRECISION
+        readable_begin, computed + first_query, window, chunk, scale, soft_cap, KV_HEADS, HEAD_DIM,
+        BLOCK_SIZE, BLOCK_N, HAS_WINDOW, IS_WIDE, HAS_CAP, PRECISION
     )  # fmt: skip
+    if sinks_ptr is not None:
+        # Last, not first: the loops would carry the layout that sinks are loaded in.
+        sink_max, sink = _softmax_start(sinks_ptr, query_head, row_live)
+        new_max = tl.maximum(row_max, sink_max)
+        alpha = tl.exp2(row_max - new_max)
+        acc *= alpha[:, None]
+        row_sum = row_sum * alpha + sink * tl.exp2(sink_max - new_max)
     out_row = out_ptr + token * (KV_HEADS * GROUP * HEAD_DIM) + head_col
     mask = row_live[:, None] & (cols < HEAD_DIM)[None, :]
     # Rows that are no query may have seen nothing.

@@ -44,7 +44,12 @@
 
 using namespace flashinfer;
 
+#ifndef FW_KV
+#define FW_KV nv_bfloat16  // type of K and V
+#endif
+
 constexpr uint32_t kHeadDim = FW_HEAD_DIM;
+using KV = FW_KV;
 
 extern "C" struct FiCall {
   void *q, *kv_cache, *out;                                // device
@@ -113,7 +118,7 @@ cudaError_t run(FiCall* c, cudaStream_t stream) {
 }
 
 #else
-paged_kv_t<nv_bfloat16, int32_t> cache(FiCall const* c) {
+paged_kv_t<KV, int32_t> cache(FiCall const* c) {
   int64_t const token = int64_t(c->kv_heads) * kHeadDim, plane = c->page * token;
   int64_t const strides[3] = {2 * plane, token, kHeadDim};
   return {uint32_t(c->kv_heads),
@@ -121,8 +126,8 @@ paged_kv_t<nv_bfloat16, int32_t> cache(FiCall const* c) {
           kHeadDim,
           uint32_t(c->num_seqs),
           QKVLayout::kNHD,
-          (nv_bfloat16*)c->kv_cache,
-          (nv_bfloat16*)c->kv_cache + plane,
+          (KV*)c->kv_cache,
+          (KV*)c->kv_cache + plane,
           strides,
           c->indices,
           c->kv_indptr,
@@ -166,7 +171,7 @@ using Variant = DefaultAttention<false, false, false, false>;
 #endif
 
 #ifdef KIND_FA2
-using Params = BatchPrefillPagedParams<nv_bfloat16, nv_bfloat16, nv_bfloat16, int32_t>;
+using Params = BatchPrefillPagedParams<nv_bfloat16, KV, nv_bfloat16, int32_t>;
 
 void plan(FiCall* c, cudaStream_t stream) {
   PrefillPlanInfo info;
