@@ -80,6 +80,10 @@ models: install
 	  --json bench/results/models.json || failed=$$?; \
 	  $(PY) tools/models_page.py; exit $$failed
 
+# The page of vLLM's arguments; quick, and without a model.
+vllm-page:
+	@$(PKGROOT); $(PY) tools/vllm_page.py
+
 real-test: install
 	@$(PKGROOT); $(PY) -m pytest -q tests/engine/test_real_model.py --durations 4
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...config import UserError, option_specs
-from ..console.flags import DEFAULT_MAX_TOKENS, SAMPLING, takes_flags, takes_model
+from ...config import UserError
+from ..console.flags import DEFAULT_MAX_TOKENS, ENGINE_FLAGS, SAMPLING, takes_flags, takes_model
 from ..console.options import at, check_finished, load, stream
 from ..console.report import summary
 from .prompts import GivenPrompt, read_prompts
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ...engine.messages.sampling_params import SamplingParams
 
 
-@takes_flags(engine=option_specs(), sampling=SAMPLING)
+@takes_flags(engine=ENGINE_FLAGS, sampling=SAMPLING)
 @takes_model
 def run(
     *,

@@ -16,6 +16,8 @@ from typing import Annotated, Any
 import typer
 
 from ...config import EngineOptions, OptionSpec, option_specs
+from ...config.options import SYNONYMS
+from ...config.ports import at_revision
 from .help import HELP_ALL
 from .options import merge
 
@@ -59,6 +61,11 @@ SAMPLING: tuple[OptionSpec, ...] = (
     _sampling("logprobs", "int", "log probabilities of this many tokens a step (with --json)"),
     _sampling("n", "int", "outputs a prompt", 1),
 )
+
+REVISION = OptionSpec(
+    "revision", "--revision", "str", None, "model", "branch, tag or commit on the Hub", ()
+)
+ENGINE_FLAGS = (*option_specs(), REVISION)
 
 _SHORT = {"optimization_level": "-O"}
 _METAVARS = {
@@ -108,16 +115,17 @@ def takes_flags(**lists: Iterable[OptionSpec]) -> Callable[[Command], Command]:
 def engine_flags(command: Command) -> Command:
     """``takes_flags`` for a command whose parameter ``engine`` holds engine options, and
     ``takes_fields`` for its other ones."""
-    return takes_flags(engine=option_specs())(takes_fields(command))
+    return takes_flags(engine=ENGINE_FLAGS)(_takes_revision(takes_fields(command)))
 
 
 def model_flags(command: Command) -> Command:
     """``engine_flags`` for a command that may name its model by an argument too."""
-    return takes_flags(engine=option_specs())(takes_model(takes_fields(command)))
+    return takes_flags(engine=ENGINE_FLAGS)(takes_model(takes_fields(command)))
 
 
 def takes_model(command: Command) -> Command:
     """Gives a command the argument MODEL, which says what ``--model`` of its ``engine`` does."""
+    command = _takes_revision(command)
 
     @functools.wraps(command)
     def wrapper(*, model_argument: str | None, **arguments: Any) -> Any:
@@ -128,6 +136,19 @@ def takes_model(command: Command) -> Command:
     model = inspect.Parameter("model_argument", keyword, default=None, annotation=_Model)
     own = inspect.signature(command, eval_str=True).parameters.values()
     return _declared(wrapper, [model, *own])
+
+
+def _takes_revision(command: Command) -> Command:
+    """Makes ``--revision`` a part of the model's name."""
+
+    @functools.wraps(command)
+    def wrapper(*, engine: dict[str, Any], **arguments: Any) -> Any:
+        engine = dict(engine)
+        if (revision := engine.pop(REVISION.name, None)) is not None:
+            engine["model"] = at_revision(engine.get("model", EngineOptions().model), revision)
+        return command(engine=engine, **arguments)
+
+    return _declared(wrapper, inspect.signature(command, eval_str=True).parameters.values())
 
 
 def takes_fields(command: Command) -> Command:
@@ -177,7 +198,7 @@ def _joined(spec: OptionSpec, value: Any) -> Any:
 def _parameter(spec: OptionSpec) -> inspect.Parameter:
     kind, parser, metavar = _TYPES[spec.type.removesuffix(" | None")]
     if spec.choices:
-        parser, metavar = functools.partial(_choice, spec.choices), "|".join(spec.choices)
+        parser, metavar = functools.partial(_choice, spec), "|".join(spec.choices)
     metavar = _METAVARS.get(spec.name, metavar)
     names = [f"{spec.flag}/--no-{spec.flag.removeprefix('--')}" if kind is bool else spec.flag]
     if spec.alias:
@@ -199,10 +220,24 @@ def _parameter(spec: OptionSpec) -> inspect.Parameter:
     return inspect.Parameter(_dest(spec), keyword, default=option, annotation=kind | None)
 
 
-def _choice(choices: tuple[str, ...], text: str) -> str:
-    if text not in choices:
-        raise typer.BadParameter(f"{text!r} is not one of {', '.join(choices)}.")
+def _choice(spec: OptionSpec, text: str) -> str:
+    text = SYNONYMS.get(spec.name, {}).get(text, text)
+    if text not in spec.choices:
+        raise typer.BadParameter(f"{text!r} is not one of {', '.join(spec.choices)}.")
     return text
+
+
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def _integer(text: str) -> int:
+    """A number, or one of thousands: ``8k`` is 8000 and ``8K`` 8192, as in vLLM."""
+    try:
+        if text[-1:] in _UNITS:
+            return int(float(text[:-1]) * _UNITS[text[-1]])
+        return int(text)
+    except (ValueError, OverflowError):
+        raise typer.BadParameter(f"{text!r} is not an integer such as 8192, 8k or 8K.") from None
 
 
 def strings(text: str) -> tuple[str, ...]:
@@ -218,7 +253,7 @@ def _integers(text: str) -> tuple[int, ...]:
 
 _TYPES: dict[str, tuple[Any, Callable[[str], Any] | None, str | None]] = {
     "str": (str, None, "TEXT"),
-    "int": (int, None, "INT"),
+    "int": (int, _integer, "INT"),
     "float": (float, None, "FLOAT"),
     "bool": (bool, None, None),
     "list[str]": (list[str], None, "TEXT"),

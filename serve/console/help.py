@@ -14,6 +14,8 @@ from typing import Any, ClassVar, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from .ports import rewritten
+
 COMMON = frozenset(
     {
         "model",
@@ -49,6 +51,7 @@ class GroupedHelp(TyperCommand):
     under ``--help``, all under ``--help-all``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        args = rewritten(args, _known(self.get_params(ctx)), ctx.info_name)
         try:
             parsed = self.make_parser(ctx).parse_args(args=list(args))[0]
         except UsageError as error:
@@ -103,6 +106,16 @@ class GroupedHelp(TyperCommand):
         if left_out:
             formatter.write_paragraph()
             formatter.write_text(f"--help-all shows {left_out} more options.")
+
+
+def _known(parameters: list[Any]) -> dict[str, bool]:
+    """Flag -> whether it takes a value."""
+    return {
+        flag: not getattr(parameter, "is_flag", False)
+        for parameter in parameters
+        if parameter.param_type_name == "option"
+        for flag in (*parameter.opts, *parameter.secondary_opts)
+    }
 
 
 def _first_clause(text: str) -> str:

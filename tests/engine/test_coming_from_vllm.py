@@ -112,7 +112,7 @@ FORMS: dict[str, tuple[StructuredOutputsParams, str]] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_structured_outputs(llm: LLM, form: str) -> None:
     structured, pattern = FORMS[form]
-    params = SamplingParams(max_tokens=128, temperature=0, structured_outputs=structured)
+    params = SamplingParams(max_tokens=256, temperature=0, structured_outputs=structured)
     (output,) = llm.generate(PROMPTS[:1], params)
     assert re.fullmatch(pattern, output.outputs[0].text), output.outputs[0]
     if form == "json":

@@ -119,5 +119,5 @@ def test_no_step_has_more_rows_than_there_are_seats() -> None:
 
 
 def test_a_wrong_number_is_named() -> None:
-    with pytest.raises(UserError, match="prompt_logprobs=21"):
-        SamplingParams(prompt_logprobs=21)
+    with pytest.raises(UserError, match="prompt_logprobs=-2"):
+        SamplingParams(prompt_logprobs=-2)

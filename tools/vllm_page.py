@@ -1,0 +1,92 @@
+# ruff: noqa: E501  # rows of tables are one line
+"""Renders ``docs/coming-from-vllm.md`` from the tables of ``config/vllm/``.
+
+``make vllm-page`` runs it.  A test checks that the page is current.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from fusewright.config.vllm import CALLS, ENGINE, METHODS, SAMPLING, SERVE, Argument, Port
+
+PAGE = Path(__file__).resolve().parents[1] / "docs/coming-from-vllm.md"
+
+_INTRO = """\
+# Coming from vLLM
+
+`make vllm-page` renders this page from the tables by which arguments are read. The names are those of
+vLLM 0.20, and of older versions where scripts still have them.
+
+A script ports by changing its import:
+
+```python
+from fusewright import LLM, SamplingParams  # was: from vllm import LLM, SamplingParams
+from fusewright import StructuredOutputsParams  # was: from vllm.sampling_params import ...
+```
+
+All names are in `fusewright` itself: `LLM`, `AsyncLLM` (also as `AsyncLLMEngine`), `EngineArgs`,
+`AsyncEngineArgs`, `SamplingParams`, `StructuredOutputsParams` (also as `GuidedDecodingParams`),
+`RequestOutputKind`, `BeamSearchParams`, `TextPrompt`, `TokensPrompt`, `RequestOutput`, `CompletionOutput`.
+
+A command ports by writing `fusewright` for `vllm`: `serve`, `chat`, `run-batch` and `bench` are there.
+Flags may have underscores, `-tp`, `-pp`, `-dp`, `-ep` and `-q` are understood, `8k` is 8000 and `8K` is
+8192, and `--config FILE.yaml` has flags as keys.
+
+## What differs without being asked
+
+| | vLLM | here |
+|---|---|---|
+| `max_tokens` of `run` and `chat` | 16 or the context | 256; `SamplingParams()` has 16, as there |
+| steps of prompts and decodes in a server | up to `max_num_batched_tokens` | 256 tokens (`--max-num-mixed-tokens 0` lifts it) |
+| address of the server | all interfaces | 127.0.0.1; `--host 0.0.0.0` opens it |
+| sites whose pages may ask (CORS) | all | none; `--allowed-origins '*'` opens it |
+| tool calls | `--enable-auto-tool-choice` and a parser | read as the chat template writes them |
+| code that comes with a model | runs with `trust_remote_code` | never runs |
+| compiled code | built at the first start | kept as an artifact, listed by `fusewright cache ls` |
+| batch invariance | an environment variable | `batch_invariant=True` |
+
+`SamplingParams` may be changed after it was made. A request takes a copy, and the values are checked
+then.
+
+## What becomes of each argument
+
+An argument that is *accepted without effect* is noted in the log (INFO). One that is *refused* ends the
+start with the sentence below, unless its value asks for nothing: None, False, 0, what is empty, or
+vLLM's default.
+"""
+_ORDER = (Port.SAME, Port.OTHER, Port.IGNORED, Port.REFUSED)
+
+
+def page() -> str:
+    """The page as Markdown."""
+    lines = [_INTRO]
+    for title, table, form in (
+        ("`LLM(…)`, `EngineArgs(…)`, and flags of `serve`", ENGINE, "{}"),
+        ("Other flags of `serve`", SERVE, "--{}"),
+        ("`SamplingParams(…)`", SAMPLING, "{}"),
+        ("Methods of `LLM`", METHODS, "{}"),
+        ("Arguments of `generate`, `chat` and `beam_search`", CALLS, "{}"),
+    ):
+        lines += [f"### {title}", "", *_rows(table, form), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _rows(table: Mapping[str, Argument], form: str) -> Iterator[str]:
+    yield "| vLLM's | here | |"
+    yield "|---|---|---|"
+    for port in _ORDER:
+        by_reason: dict[str, list[str]] = {}
+        for argument in table.values():
+            if argument.port is port:
+                name = form.format(argument.name)
+                name = name.replace("_", "-") if form.startswith("--") else name
+                by_reason.setdefault(argument.says, []).append(f"`{name}`")
+        for says, names in by_reason.items():
+            says = f"`{says}`" if says.isidentifier() else says
+            yield f"| {', '.join(names)} | {port.value} | {says.replace('|', chr(92) + '|')} |"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
