@@ -141,7 +141,7 @@ def _load_captured(
         moves = moves_of(build(model.facts, spec.dtype), read_headers(folder))
     materialize(model, None, device)
     tensors = model.library_tensors()
-    moves = moves_of_rank(moves, spec.captured, rank)
+    moves = moves_of_rank(moves, model.spec, rank)
     set_captured_rank(model, rank)
     with progress("Loading weights", sum(move.nbytes for move in moves)) as advance:
         copy_moves(moves, tensors, advance)

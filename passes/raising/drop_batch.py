@@ -121,10 +121,11 @@ def _adds_batch(node: fx.Node) -> bool:
 
 
 def _takes_batch(node: fx.Node) -> bool:
-    dims: Any = node.args[1:]
+    source: Any
+    source, dims = node.args[0] if node.args else None, node.args[1:]
     if is_call(node, "select"):
         return bool(dims == (0, 0))
-    return is_call(node, "squeeze") and dims in ((0,), (-fake_value(node.args[0]).dim(),))
+    return is_call(node, "squeeze") and dims in ((0,), (-fake_value(source).dim(),))
 
 
 def _views_with_batch(node: fx.Node) -> bool:

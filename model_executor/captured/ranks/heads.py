@@ -53,7 +53,7 @@ def heads_of_rank(
     if is_split(key) and is_split(value) and not same_parts(key.parts, value.parts):
         raise NotSpreadError("keys and values of attention are split differently", *split)
     local = [x.local if is_split(x) else x for x in (query, key, value)]
-    return (*local, _of_heads(sinks, query.parts)), HeadsOfRank(query)  # type: ignore[return-value]
+    return (*local, _of_heads(sinks, query.parts)), HeadsOfRank(query)
 
 
 def _of_heads(sinks: Any, parts: tuple[Part, ...]) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ...layers import Linear
 from ...sharding import ShardRule
+from ...spec import ModelSpec
 from ..facts import CapturedFacts, Shard
 from ..moves import Move, in_file_order, narrowed, shifted
 from . import products as products, rules as rules
@@ -40,7 +41,7 @@ class SpreadParameters:
                     module._parameters[kind] = parts[name]
                     self._held.append((module, kind, shard.rule, shard.rule.once))
                     if shard.kind == "vocabulary" and hasattr(module, "padding_idx"):
-                        module.padding_idx = None  # a row of the whole weight
+                        vars(module)["padding_idx"] = None  # a row of the whole weight
 
     @contextmanager
     def in_place(self, first: Tensor | None) -> Iterator[None]:
@@ -80,8 +81,10 @@ def _part(parameter: nn.Parameter, rule: ShardRule, world: int) -> nn.Parameter:
     return nn.Parameter(parameter.new_empty(shape), requires_grad=False)
 
 
-def moves_of_rank(moves: Iterable[Move], facts: CapturedFacts, rank: int) -> list[Move]:
+def moves_of_rank(moves: Iterable[Move], spec: ModelSpec, rank: int) -> list[Move]:
     """The part of the copies into a whole model that fills what a rank holds."""
+    facts = spec.captured
+    assert facts is not None
     shards = {shard.name: shard.rule for shard in facts.shards}
     own: list[Move] = []
     for move in moves:

@@ -74,9 +74,9 @@ def _pointwise(func: Any, given: dict[str, Any]) -> Any:
             raise NotSpreadError(f"{name_of(func)} of tensors that are split differently", *split)
 
     def local(x: Any) -> Any:
-        if not isinstance(x, Tensor) or is_split(x):
-            return x.local if isinstance(x, Tensor) else x
-        return _narrow(func, x, dim, split)
+        if is_split(x):
+            return x.local
+        return _narrow(func, x, dim, split) if isinstance(x, Tensor) else x
 
     values = tree_map(local, given)
     made = _call(func, values)
@@ -111,10 +111,9 @@ def _pointwise_whole(func: Any, given: dict[str, Any], tensors: Sequence[Tensor]
         if any(isinstance(x, Spread) and (x.partial or x.weight) for x in tensors[:1]):
             raise NotSpreadError(f"{name_of(func)} writes to what ranks share")
         return source
-    alone = is_weight(source) and all(x is source for x in tensors)
-    if alone and isinstance(made, Tensor) and made.shape == source.shape:
-        return _as_weight(made, source, source.weight.dims)  # type: ignore[attr-defined]
-    return made
+    if not isinstance(source, Spread) or source.weight is None or len(tensors) > 1:
+        return made
+    return _as_weight(made, source, source.weight.dims) if made.shape == source.shape else made
 
 
 POINTWISE.append(_pointwise)
@@ -129,7 +128,7 @@ for _func in (
 
 @rule(_ATEN.to.dtype, _ATEN.contiguous.default, _ATEN.dropout.default)
 def _cast(func: Any, given: dict[str, Any]) -> Any:
-    x = given.get("self", given.get("input"))
+    x: Any = given.get("self", given.get("input"))
     if isinstance(x, Spread) and x.partial and given.get("dtype", x.dtype) == x.dtype:
         return x
     made = _call(func, given) if "self" in given else func(*_locals([*given.values()]))
@@ -272,7 +271,7 @@ def _split(func: Any, given: dict[str, Any]) -> Any:
     pieces = _pieces(func, x, bounds)
     held = [sum(local_size(part, x.world) for part in parts) for parts in pieces]
     alike = held[0] if len({*held}) == 1 else held
-    made = x.local.split(alike, dim)  # type: ignore[no-untyped-call]
+    made = x.local.split(alike, dim)
     return [split_as(one, dim, parts, x) for one, parts in zip(made, pieces, strict=True)]
 
 
@@ -302,7 +301,7 @@ def _slice(func: Any, given: dict[str, Any]) -> Any:
 
 @rule(_ATEN.view.default, _ATEN.reshape.default, _ATEN._unsafe_view.default)
 def _view(func: Any, given: dict[str, Any]) -> Any:
-    x, sizes = given["self"], list(given.get("size", given.get("shape")))
+    x, sizes = given["self"], [*given["size" if "size" in given else "shape"]]
     if x.partial:
         return summand(func(x.local, sizes), x.world, x.planner)
     if not is_split(x):

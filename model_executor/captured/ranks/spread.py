@@ -86,13 +86,13 @@ class Spread(Tensor):
     def __new__(
         cls, local: Tensor, shape: Sequence[Any], world: int, rule: ShardRule | None = None
     ) -> Spread:
-        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=False
         )
         made.local, made.world, made.rule = local, world, rule
         made.partial, made.first, made._total = False, None, None
         made.origins, made.weight, made.planner = frozenset(), None, None
-        return made  # type: ignore[no-any-return]
+        return made
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Spread({list(self.shape)}, {self.rule}, partial={self.partial})"
@@ -119,7 +119,9 @@ class Spread(Tensor):
         return self._total
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return run(func, args, kwargs or {})
 
 
