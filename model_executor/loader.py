@@ -148,7 +148,7 @@ def _load_captured(
         moves = stored.moves(found)
     materialize(model, None, device)
     tensors = model.library_tensors()
-    moves = moves_of_rank(moves, spec, rank)
+    moves = moves_of_rank(moves, model.spec, rank)
     set_captured_rank(model, rank)
     with progress("Loading weights", sum(move.nbytes for move in moves)) as advance:
         copy_moves(moves, tensors, advance)

@@ -124,11 +124,11 @@ def _adds_batch(node: fx.Node) -> bool:
 
 
 def _takes_batch(node: fx.Node) -> bool:
-    source: Any
     if is_call(node, "select"):
         return node.args[1:] == (0, 0)
     if not is_call(node, "squeeze"):
         return False
+    source: Any
     source, *dims = node.args
     return dims in ([0], [-fake_value(source).dim()])
 

@@ -313,10 +313,15 @@ def _view(func: Any, given: dict[str, Any]) -> Any:
 
 def _viewed(func: Any, x: Spread, sizes: list[Any]) -> tuple[int, tuple[Part, ...]]:
     """The dimension of a view that is split, and its parts; fills in its size."""
+    kept = x.split_dim + 1
+    if [str(n) for n in sizes[:kept]] == [str(n) for n in x.shape[:kept]]:
+        return x.split_dim, x.parts  # what is behind is viewed alone, which may be tokens
     size, right = int(x.shape[x.split_dim]), 1
-    for length in x.shape[x.split_dim + 1 :]:
-        right *= int(length)
     crosses = NotSpreadError(f"{name_of(func)} joins what is split with what is before it", x)
+    for length in x.shape[kept:]:
+        if not isinstance(length, int):
+            raise crosses
+        right *= length
     done = 1
     for at in reversed(range(len(sizes))):
         if not isinstance(sizes[at], int):
