@@ -330,6 +330,8 @@ def read_scale(chain: Reading, node: fx.Node) -> Read | None:
     if type(factor) not in (int, float) or node.kwargs:
         return None
     value = fake_value(node)
+    if not isinstance(value, Tensor):  # a product of sizes
+        return None
     if value.dtype != chain.dtype or not is_dense(value) or writes_shared(node):
         return None
     is_sum = chain.value in chain.totals

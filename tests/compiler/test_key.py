@@ -104,6 +104,8 @@ OUTSIDE_OPTIONS = {
     "compile_cache_limit_gb": 1.0,
     "trusted_keys": ("/key.pem",),
     "generation_config": "none",
+    "chat_template": "{{ messages }}",
+    "max_logprobs": 3,
     "tune_seconds": 5.0,
     "tuned_config_dir": str(Path(__file__).parent),  # its tables count: test_expert_tables.py
     "require_fusion": ("fuse_act",),

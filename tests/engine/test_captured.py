@@ -118,7 +118,10 @@ def test_without_proof_no_twin_is_made(tmp_path: Path, monkeypatch: pytest.Monke
             "enable_expert_parallel: each expert of a model without an adapter",
         ),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: a model without an adapter"),
-        ({"quantization": "fp8"}, "quantization=fp8: weights of a model without an adapter"),
+        (
+            {"quantization": "fp8", "tensor_parallel_size": 2},
+            "tensor_parallel_size=2: the quantized weights of a model without an adapter",
+        ),
         ({"model_impl": "adapter"}, "model_impl=adapter: architecture 'OPTForCausalLM' has none"),
     ],
 )

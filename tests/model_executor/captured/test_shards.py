@@ -57,7 +57,7 @@ def test_fewer_kv_heads_than_ranks_are_held_by_several() -> None:
         "lm_head": ("column", [(64, 0)]),
     }
     assert [(call.ranks, call.local_kv_heads) for call in found.attention] == [(4, 1)]
-    assert not found.whole
+    assert not found.unsplit
 
 
 def test_heads_that_do_not_divide_stay_whole_and_say_why() -> None:
@@ -65,7 +65,7 @@ def test_heads_that_do_not_divide_stay_whole_and_say_why() -> None:
     found = facts(LlamaConfig(**sizes), 2)
     assert {*split(found)} >= {"mlp.gate_proj", "mlp.down_proj", "lm_head"}
     assert not [name for name in split(found) if "self_attn" in name]
-    whole = dict(found.whole)
+    whole = dict(found.unsplit)
     assert whole["model.layers.*.self_attn.q_proj.weight"] == "3 units do not spread over 2 ranks"
     assert [call.ranks for call in found.attention] == [1]
 
