@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -48,7 +48,7 @@ class Server:
         with self._asked(path, body) as answer:
             return answer.status, self._json(answer.read())
 
-    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[Any]:
+    def stream(self, path: str, body: Mapping[str, Any]) -> Generator[Any, None, None]:
         """The events of a streamed answer.  Closing it ends the request.
 
         Raises:
@@ -78,7 +78,8 @@ class Server:
             headers["connection"] = "close"
             prefix = parts.path.rstrip("/").removesuffix("/v1")
             connection.request("GET" if body is None else "POST", prefix + path, sent, headers)
-            return connection.getresponse()
+            answer: http.client.HTTPResponse = connection.getresponse()
+            return answer
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             raise MachineError(f"{self.url} cannot be asked: {error}") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ...engine.llm import LLM
     from ...engine.messages.sampling_params import SamplingParams
 
-Answer = Callable[[Sequence[dict[str, str]]], Iterator[str]]
+Answer = Callable[[Sequence[dict[str, str]]], Generator[str, None, None]]
 """From a conversation to the pieces of the next answer."""
 
 
@@ -64,7 +64,7 @@ def _of_model(engine: dict[str, Any], sampling: dict[str, Any]) -> Answer:
 
 def _generated(
     llm: LLM, params: SamplingParams, messages: Sequence[dict[str, str]]
-) -> Iterator[str]:
+) -> Generator[str, None, None]:
     shown = 0
     with closing(llm.stream(llm.engine.inputs.chat_prompt(messages), params)) as outputs:
         for output in outputs:
@@ -81,7 +81,7 @@ def _of_server(server: Server, engine: dict[str, Any], sampling: dict[str, Any])
         raise UserError(f"{flag}: the server of --url has its own options; leave it out")
     body = {"model": engine.get("model") or server.model(), **sampling}
 
-    def answer(messages: Sequence[dict[str, str]]) -> Iterator[str]:
+    def answer(messages: Sequence[dict[str, str]]) -> Generator[str, None, None]:
         asked = {**body, "messages": messages}
         with closing(server.stream("/v1/chat/completions", asked)) as events:
             for event in events:
