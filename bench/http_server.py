@@ -23,7 +23,7 @@ from ..model_executor.hf_config import served_name
 from .http_load import HttpTarget
 from .workloads import Work
 
-_LINE = re.compile(r"serving \S+ at (http://\S+)$")
+_LINE = re.compile(r"serving .+ at (http://\S+)$")
 
 
 def flags_of(options: Mapping[str, Any]) -> list[str]:
@@ -53,8 +53,8 @@ class Server:
 
 
 @contextmanager
-def serving(options: Mapping[str, Any]) -> Iterator[Server]:
-    """A server of these engine options, on a free port.
+def serving(options: Mapping[str, Any], flags: Sequence[str] = ()) -> Iterator[Server]:
+    """A server of these engine options, and flags of ``serve``, on a free port.
 
     Raises:
         MachineError: it does not start; the message is its own.
@@ -65,7 +65,7 @@ def serving(options: Mapping[str, Any]) -> Iterator[Server]:
         log = Path(folder) / "log"
         with log.open("w") as written:
             process = subprocess.Popen(
-                [*command, *flags_of(options)], stderr=written, stdout=written, text=True
+                [*command, *flags_of(options), *flags], stderr=written, stdout=written, text=True
             )
         try:
             while (address := _address(log)) is None:

@@ -60,14 +60,14 @@ def ported(argument: Argument, value: Any) -> dict[str, Any]:
     return {}
 
 
-def sampling_fields(given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """The fields of ``SamplingParams(**given)``.
+def sampling_fields(keywords: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    """The fields of ``SamplingParams(**keywords)``.
 
     Raises:
         UserError: one is unknown, or asks for what is not there.
     """
     known, taken = frozenset(known), dict[str, Any]()
-    for name, value in given.items():
+    for name, value in keywords.items():
         if name in known:
             taken[name] = value
         elif name in SAMPLING:
@@ -77,13 +77,13 @@ def sampling_fields(given: Mapping[str, Any], known: Iterable[str]) -> dict[str,
     return taken
 
 
-def check_call(call: str, given: Mapping[str, Any]) -> None:
+def check_call(call: str, keywords: Mapping[str, Any]) -> None:
     """Refuse arguments of a call that ask for what is not there.
 
     Raises:
         UserError: one is unknown, or does.
     """
-    for name, value in given.items():
+    for name, value in keywords.items():
         if name not in CALLS:
             raise unknown(f"{call}: unknown argument {name!r}", name, CALLS)
         try:

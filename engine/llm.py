@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from numbers import Integral
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -184,7 +184,7 @@ class LLM(EngineWrapper):
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
-    ) -> Iterator[RequestOutput]:
+    ) -> Generator[RequestOutput, None, None]:
         """Yield the output so far, whenever it has grown, or what ``output_kind`` of the parameters
         says; several streams may be read in turn.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ..ops.chain.row_stages import Add, Scale
 from ..ops.chain.stages import Act, AddNorm, AllReduce, Experts, Linear, Norm, Stage

@@ -24,6 +24,10 @@ class _Commands(LazyGroup):
     table: ClassVar[Mapping[str, Command]] = {
         "run": Command("commands.run", "run", "Generate text for prompts."),
         "serve": Command("commands.serve", "serve", "Serve OpenAI's API over HTTP."),
+        "chat": Command("commands.chat", "chat", "Chat at the terminal, with a model or a server."),
+        "run-batch": Command(
+            "commands.run_batch", "run_batch", "Answer the requests of an OpenAI batch file."
+        ),
         "demo": Command(
             "commands.demo", "demo", "Solve problems with the bundled model; show what ran."
         ),

@@ -231,13 +231,13 @@ def library_tokenizer(tokenizer: Tokenizer) -> Any:
     except ImportError:
         return tokenizer
     try:
-        found = AutoTokenizer.from_pretrained(tokenizer.folder, trust_remote_code=False)
+        theirs = AutoTokenizer.from_pretrained(tokenizer.folder, trust_remote_code=False)
     except Exception as error:  # of any kind
         _log.info("%s: transformers cannot read the tokenizer: %s", tokenizer.folder, error)
         return tokenizer
     if template := tokenizer.given_template:
-        found.chat_template = template
-    return found
+        theirs.chat_template = template
+    return theirs
 
 
 def load_tokenizer(folder: Path, chat_template: str | None = None) -> Tokenizer | None:

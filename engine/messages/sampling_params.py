@@ -319,10 +319,14 @@ def _porting(init: Callable[..., None]) -> Callable[..., None]:
     """A constructor that says of vLLM's other fields what becomes of them here."""
 
     @wraps(init)
-    def ported(self: SamplingParams, **given: Any) -> None:
+    def ported(self: SamplingParams, **keywords: Any) -> None:
         init(
             self,
-            **(given if given.keys() <= _DEFAULTS.keys() else sampling_fields(given, _DEFAULTS)),
+            **(
+                keywords
+                if keywords.keys() <= _DEFAULTS.keys()
+                else sampling_fields(keywords, _DEFAULTS)
+            ),
         )
 
     return ported

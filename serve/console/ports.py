@@ -54,8 +54,8 @@ def rewritten(args: Sequence[str], known: Mapping[str, bool], command: str) -> l
             continue
         if flag == _CONFIG and has_engine and (equals or rest):
             file = value if equals else rest.pop(0)
-            given = {_flag(each, known)[0] for each in (*out, *rest)}
-            rest = [*_from_file(Path(file), given, {*known, *_flags_of(table)}), *rest]
+            present = {_flag(each, known)[0] for each in (*out, *rest)}
+            rest = [*_from_file(Path(file), present, {*known, *_flags_of(table)}), *rest]
             continue
         argument, says_no = _argument(flag, table)
         if argument is None:
@@ -103,13 +103,13 @@ def _flags_of(table: Mapping[str, Argument]) -> list[str]:
     return ["--" + name.replace("_", "-") for name in table]
 
 
-def _from_file(file: Path, given: set[str], flags: set[str]) -> Iterator[str]:
+def _from_file(file: Path, present: set[str], flags: set[str]) -> Iterator[str]:
     """The flags of a YAML file whose keys are flags; those that the command line has win.
 
     Raises:
         UserError: it cannot be read, or a key is no flag.
     """
-    import yaml
+    import yaml  # type: ignore[import-untyped]
 
     try:
         values = yaml.safe_load(file.read_text())
@@ -123,7 +123,7 @@ def _from_file(file: Path, given: set[str], flags: set[str]) -> Iterator[str]:
         flag = "--" + str(key).replace("_", "-")
         if flag not in flags:
             raise UserError(f"--config {file}: {key}: no such flag; --help-all lists them")
-        if flag in given or value is None:
+        if flag in present or value is None:
             continue
         if isinstance(value, bool):
             yield flag if value else f"--no-{flag.removeprefix('--')}"

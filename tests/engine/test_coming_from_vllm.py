@@ -97,7 +97,12 @@ FORMS: dict[str, tuple[StructuredOutputsParams, str]] = {
     "regex": (StructuredOutputsParams(regex=r"[a-z]{3}=\d\d"), r"[a-z]{3}=\d\d"),
     "json": (
         StructuredOutputsParams(
-            json={"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+            json={
+                "type": "object",
+                "properties": {"a": {"enum": [1]}},
+                "required": ["a"],
+                "additionalProperties": False,
+            }
         ),
         r"\{[\s\S]*\}",
     ),
