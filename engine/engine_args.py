@@ -51,13 +51,8 @@ class EngineArgs:
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
         """The fields that parsed arguments have."""
-<<<<<<< HEAD
-        given: dict[str, Any] = {f.name: getattr(args, f.name, f.default) for f in fields(cls)}
-        return cls(**given)
-=======
         named: dict[str, Any] = {f.name: getattr(args, f.name, f.default) for f in fields(cls)}
         return cls(**named)
->>>>>>> vllm
 
 
 class AsyncEngineArgs(EngineArgs):
