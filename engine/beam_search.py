@@ -136,11 +136,7 @@ def _best(
 ) -> list[BeamSearchSequence]:
     def score(beam: BeamSearchSequence) -> float:
         length = len(beam.tokens) - (beam.tokens[-1] in ends)
-<<<<<<< HEAD
-        return float(beam.cum_logprob / max(1, length) ** params.length_penalty)
-=======
         return beam.cum_logprob / float(max(1, length) ** params.length_penalty)
->>>>>>> vllm
 
     return sorted(beams, key=score, reverse=True)[: params.beam_width]
 
