@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,12 +100,20 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "filterwarnings", "ignore::DeprecationWarning:triton.runtime.interpreter"
     )
-    # Back into the options, which xdist hands to its workers: theirs is the one that is printed.
-    if config.getoption("--fw-seed") is None:
+    # Workers of xdist have the one that is printed, by which tests are drawn.
+    if hasattr(config, "workerinput"):
+        config.option.fw_seed = config.workerinput["fw_seed"]
+    elif config.getoption("--fw-seed") is None:
         config.option.fw_seed = secrets.randbelow(2**31)
     hands_out_tests = getattr(config.option, "tx", None) and not hasattr(config, "workerinput")
     if config.getoption("--fw-coverage") and not hands_out_tests:
         config.pluginmanager.register(LineCounter())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Hand xdist's worker the seed."""
+    node.workerinput["fw_seed"] = node.config.option.fw_seed
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -109,7 +109,7 @@ def _from_file(file: Path, present: set[str], flags: set[str]) -> Iterator[str]:
     Raises:
         UserError: it cannot be read, or a key is no flag.
     """
-    import yaml  # type: ignore[import-untyped]
+    import yaml
 
     try:
         values = yaml.safe_load(file.read_text())
