@@ -19,7 +19,7 @@ _MODULES = {
 }
 _PUBLIC = {name: module for module, names in _MODULES.items() for name in names.split()}
 _OTHER_NAMES = {"AsyncLLMEngine": "AsyncLLM", "GuidedDecodingParams": "StructuredOutputsParams"}
-"""What vLLM calls it too."""
+"""Names under which vLLM also has some of these."""
 __all__ = [*_PUBLIC, *_OTHER_NAMES, "__version__"]
 
 

@@ -127,7 +127,7 @@ def _executor(backend: Any) -> dict[str, Any]:
 
 
 def _compilation(config: Any) -> dict[str, Any]:
-    """What a level, or a dict or text of JSON with some of its fields, means here."""
+    """Our options for vLLM's compilation config: a level, or a dict or JSON text of its fields."""
     if isinstance(config, str):
         try:
             config = json.loads(config)

@@ -15,7 +15,7 @@ import argparse
 import ctypes
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -226,9 +226,7 @@ def sdpa(batch: AttentionBatch, backend: SDPBackend) -> Run | None:
     return run
 
 
-def candidates(
-    batch: AttentionBatch, libraries: Path
-) -> Iterator[tuple[str, Run, Yardstick | None]]:
+def candidates(batch: AttentionBatch, libraries: Path) -> Iterator[Candidate]:
     """(name, run, the yardstick it belongs to) of everything that can do this batch."""
     work = batch.work
     desc = OP.describe(batch.calls[0], sm=gpu_of(torch.device("cuda"))[1])
@@ -283,15 +281,25 @@ def error_of(batch: AttentionBatch, run: Run, want: Tensor) -> float:
     return float(difference)
 
 
-def measure(work: AttentionWork, libraries: Path) -> dict[str, Any]:
-    data = batch(work)
-    first = data.calls[0]
-    want = torch.empty_like(first[5])
-    OP.overload("")(*first[:5], want, *first[6:])
+Candidate = tuple[str, Run, "Yardstick | None"]
+"""(name, run, the yardstick that it belongs to)"""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Times of a batch by candidate: us a call, us of planning a step, and why one failed."""
+
+    us: dict[str, float]
+    plan_us: dict[str, float]
+    failed: dict[str, str]
+
+
+def figures(data: AttentionBatch, want: Tensor, found: Iterable[Candidate]) -> Figures:
+    """Check the first call of each candidate against ``want``, but for torch's, and time all."""
     us: dict[str, float] = {}
     plan_us: dict[str, float] = {}
     failed: dict[str, str] = {}
-    for name, run, stick in candidates(data, libraries):
+    for name, run, stick in found:
         try:
             if stick:
                 stick.plan()
@@ -305,6 +313,16 @@ def measure(work: AttentionWork, libraries: Path) -> dict[str, Any]:
                 plan_us[name] = stick.plan_us()
         except Exception as error:
             failed[name] = f"{type(error).__name__}: {error}"[:300]
+    return Figures(us, plan_us, failed)
+
+
+def measure(work: AttentionWork, libraries: Path) -> dict[str, Any]:
+    data = batch(work)
+    first = data.calls[0]
+    want = torch.empty_like(first[5])
+    OP.overload("")(*first[:5], want, *first[6:])
+    made = figures(data, want, candidates(data, libraries))
+    us = made.us
     cost = OP.cost(OP.describe(first))
     values = context_symbols([q for q, _ in work.lengths], [c for _, c in work.lengths])
     best = min(us, key=lambda n: us[n])
@@ -316,8 +334,8 @@ def measure(work: AttentionWork, libraries: Path) -> dict[str, Any]:
         "us": us,
         "best": best,
         "ours / best": {name: round(us[name] / us[best], 3) for name in mine},
-        "plan_us": plan_us,
-        "failed": failed,
+        "plan_us": made.plan_us,
+        "failed": made.failed,
     }
 
 

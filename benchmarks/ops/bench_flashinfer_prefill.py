@@ -14,10 +14,9 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -153,9 +152,7 @@ class Fmha:
             raise RuntimeError(f"fmha_run failed: CUDA error {code}")
 
 
-def candidates(
-    data: base.AttentionBatch, libraries: Path
-) -> Iterator[tuple[str, base.Run, base.Yardstick | None]]:
+def candidates(data: base.AttentionBatch, libraries: Path) -> Iterator[base.Candidate]:
     """(name, run, the yardstick it belongs to) of everything that can do this batch."""
     work, first = data.work, data.calls[0]
     assert isinstance(work, PrefillWork)
@@ -179,24 +176,11 @@ def measure(work: PrefillWork, libraries: Path) -> dict[str, Any]:
     first = data.calls[0]
     want = torch.empty_like(first[5])
     OP.overload("triton")(*first[:5], want, *first[6:])
-    us: dict[str, float] = {}
-    plan_us: dict[str, float] = {}
-    failed: dict[str, str] = {}
-    for name, run, stick in candidates(data, libraries):
-        try:
-            if stick:
-                stick.plan()
-                plan_us[name] = stick.plan_us()
-            if not (error := base.error_of(data, run, want)) < 1e-2:
-                raise ValueError(f"relative error {error:.3g}")
-            calls: list[Callable[[], Any]] = [partial(run, i) for i in range(len(data.calls))]
-            us[name] = round(base.graph_us(calls), 2)
-        except Exception as error:
-            failed[name] = f"{type(error).__name__}: {error}"[:300]
+    made = base.figures(data, want, candidates(data, libraries))
     queries, contexts = ([pair[i] for pair in work.lengths] for i in range(2))
     values = context_symbols(queries, contexts, work.window, work.chunk)
     flops = int(OP.cost(OP.describe(first)).flops.subs(values))
-    return {"work": work.label, "flops": flops, "us": us, "plan_us": plan_us, "failed": failed}
+    return {"work": work.label, "flops": flops, **asdict(made)}
 
 
 def unseen(head_dim: int, libraries: Path) -> dict[str, Any]:

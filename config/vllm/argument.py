@@ -1,4 +1,4 @@
-"""What becomes of each of vLLM's arguments here: the form in which the tables list them.
+"""The tables list by this form how each argument of vLLM is treated here.
 
 The names are those of vLLM 0.20, and of older versions where scripts still have them.
 ``config/ports.py`` and ``serve/console/ports.py`` read arguments by these tables, and
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Port(StrEnum):
-    """What becomes of an argument of vLLM."""
+    """The ways in which an argument of vLLM is treated."""
 
     SAME = "same"
     OTHER = "other name"

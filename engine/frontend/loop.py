@@ -139,7 +139,7 @@ class EngineLoop:
         return CheckedRequest(request, text, final_only)
 
     def output_kind(self, params: SamplingParams | None) -> RequestOutputKind:
-        """What outputs of a stream have, by the parameters of its request."""
+        """The kind of a stream's outputs, which the parameters of its request name."""
         params = self.inputs.default_params() if params is None else params
         return getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)
 

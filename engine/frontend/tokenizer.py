@@ -209,7 +209,7 @@ class Tokenizer:
 
 
 class Encoding(dict[str, Any]):
-    """What calling a tokenizer gives: ``input_ids`` and ``attention_mask``, also as attributes."""
+    """A tokenizer returns ``input_ids`` and ``attention_mask`` so, as keys and as attributes."""
 
     def __init__(self, ids: list[Any]) -> None:
         mask = (

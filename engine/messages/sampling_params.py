@@ -23,7 +23,7 @@ GREEDY_BELOW = 1e-5
 
 
 class RequestOutputKind(Enum):
-    """What each output of a stream has: everything so far, what is new, or there is one alone."""
+    """An output of a stream has all text so far, or what is new; or only the last one is given."""
 
     CUMULATIVE = 0
     DELTA = 1

@@ -19,7 +19,7 @@ from ..text_decoder import stored_model
 from .stored import one_tensor_a_weight
 
 OF_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
-"""What the library's experts interface calls the weights of all experts."""
+"""The names that the library's experts interface gives the weights of all experts."""
 _NUM_EXPERTS = re.compile(r"experts$")
 
 

@@ -75,7 +75,7 @@ def _form_of(there: Mapping[str, TensorInfo]) -> StoredFormat | None:
 
 
 def type_of(tensor: StoredTensor) -> str:
-    """What safetensors calls the type of a format's tensor."""
+    """The name that safetensors gives the type of a format's tensor."""
     return _TYPES[tensor.dtype]
 
 

@@ -1,4 +1,4 @@
-"""What a rank holds of a captured model: its parts of parameters, and the copies that fill them."""
+"""A rank holds parts of a captured model's parameters; here are they and what fills them."""
 
 from __future__ import annotations
 

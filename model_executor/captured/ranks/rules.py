@@ -1,4 +1,4 @@
-"""What ops make of tensors that are spread over ranks: local ops on the parts that a rank holds.
+"""Ops on tensors that are spread over ranks become local ops on the parts that a rank holds.
 
 A dimension that is split stays so through all that computes its places apart.  Products that sum
 over it are summands of the whole result, which is summed over the ranks where it is read next.
@@ -86,7 +86,7 @@ def _pointwise(func: Any, given: dict[str, Any]) -> Any:
 
 
 def _narrow(func: Any, x: Any, dim: int, split: Sequence[Spread]) -> Any:
-    """What a rank needs of a tensor that is computed with ``split`` ones."""
+    """The part of ``x`` that a rank needs to compute with its parts of ``split``."""
     if x.dim() < -dim or x.shape[dim] == 1:
         return whole(x)
     parts = split[0].parts
