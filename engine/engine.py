@@ -120,6 +120,8 @@ class Engine(EngineLoop):
         built = self.compiled.report
         artifact = self.compiled.artifact
         return {
+            "model": self._report_model(),
+            "kv_cache": self._report_kv_cache(),
             "level": self.config.compile.level,
             "num_layers": self.spec.num_layers,
             "hardware": self.config.hardware.name,
@@ -163,6 +165,29 @@ class Engine(EngineLoop):
                 ),
             },
             **super().report(),
+        }
+
+    def _report_model(self) -> dict[str, Any]:
+        precision = self.config.precision
+        return {
+            "name": self.options.model,
+            "architecture": self.spec.architecture,
+            "dtype": precision.dtype,
+            "quantization": precision.quantization,
+            "max_model_len": self.config.model.max_model_len,
+        }
+
+    def _report_kv_cache(self) -> dict[str, Any]:
+        """The size of the KV cache, and how many requests of ``max_model_len`` fit."""
+        limits, size = self.core.limits, self.config.cache.block_size
+        longest, chunk = self.config.model.max_model_len, limits.longest_chunk
+        each = sum(group.most_blocks(longest, chunk, size) for group in limits.groups)
+        return {
+            "tokens": limits.num_blocks * size,
+            "block_size": size,
+            "dtype": self.config.precision.kv_cache_dtype,
+            "bytes": limits.num_blocks * self._bytes_per_block,
+            "full_requests": limits.num_blocks / each,
         }
 
     def _report_shards(self) -> dict[str, Any]:

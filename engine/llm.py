@@ -14,6 +14,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from ..config import UserError, collecting_rarely, engine_options
+from ..config.logs import write_log_by_default
 from ..config.ports import check_call
 from ..config.vllm import CALLS, METHODS, Port
 from .beam_search import BeamSearchOutput, BeamSearchParams, search
@@ -24,6 +25,7 @@ from .frontend.generation_config import describe_default_sampling
 from .frontend.inputs import Prompt, plain
 from .frontend.loop import CheckedRequest, EngineLoop
 from .frontend.outputs import Deltas, RequestOutput
+from .frontend.start_log import log_start
 from .frontend.tokenizer import library_tokenizer
 from .messages.sampling_params import RequestOutputKind, SamplingParams
 from .ranks.executor import started_ranks
@@ -111,11 +113,12 @@ class LLM(EngineWrapper):
     ``LLM("abacus").generate("12+34=")``.  Options are those of ``EngineOptions``, and those of
     vLLM, each of which says what becomes of it (``config/vllm/``).  Any number of threads may call
     one ``LLM``: their requests are batched together.  ``close``, or leaving a ``with`` block, frees
-    its memory.
+    its memory.  The log (logger ``fusewright``) goes to stderr unless the program has set up
+    ``logging``.
 
     Args:
-        disable_log_stats: no line of throughput and KV cache use in the log (``fusewright``, INFO)
-            every ten seconds of generating.
+        disable_log_stats: no line of throughput and KV cache use in the log every ten seconds of
+            generating.
 
     Raises:
         UserError: an option is unknown or bad, or the model cannot be loaded.
@@ -283,6 +286,7 @@ def start_engine(model: str, options: dict[str, Any], disable_log_stats: bool) -
     Raises:
         UserError: an option is unknown or bad, or the model cannot be loaded.
     """
+    write_log_by_default()
     checked = engine_options(model, options)
     check_start(checked)
     with collecting_rarely(), started_ranks(checked) as others:
@@ -294,6 +298,8 @@ def start_engine(model: str, options: dict[str, Any], disable_log_stats: bool) -
         engine.stats = None
     if said := describe_default_sampling(engine.inputs.default_sampling):
         _log.warning("%s", said)
+    if _log.isEnabledFor(logging.INFO):
+        log_start(engine.report())
     return engine
 
 

@@ -22,6 +22,7 @@ import zmq
 from msgspec import Struct
 
 from ...config import EngineDeadError, EngineOptions, UserError, collecting_rarely
+from ...config.logs import write_log
 from ..frontend.gc_pause import gc_paused
 from ..grammar.checks import is_installed
 from ..messages.codec import decode
@@ -220,6 +221,7 @@ def main(argv: list[str]) -> int:
     """Run the engine's process; returns its exit code."""
     folder, parent_pid, options = Path(argv[0]), int(argv[1]), argv[3]
     place = msgspec.json.decode(argv[2], type=Place)
+    write_log(place.log)
     end_with(parent_pid)
     leave_signals_to_the_parent()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

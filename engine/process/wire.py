@@ -13,6 +13,7 @@ from typing import Any
 import zmq
 from msgspec import Struct
 
+from ...config.logs import LogStyle
 from ..messages.codec import decode, encode
 from ..messages.requests import AddRequest, CoreStats, RequestLimits
 
@@ -49,10 +50,11 @@ class Seat(Struct, frozen=True):
 
 class Place(Struct, frozen=True):
     """Where the process of an engine stands: its number among the replicas, and how many frontends
-    it serves.  It is sent beside the engine's options."""
+    it serves.  It is sent beside the engine's options, and the style of its log."""
 
     replica: int
     num_frontends: int
+    log: LogStyle = LogStyle()
 
 
 class Question(Struct, frozen=True):

@@ -32,6 +32,7 @@ from .endpoints.service import (
     version,
 )
 from .guard import Guard
+from .intake.answer_log import GONE, REASON
 from .intake.errors import ApiError, api_error, json_response
 from .intake.protocol import (
     AbortRequest,
@@ -131,9 +132,12 @@ async def _answer(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         what = "no such path" if error.status_code == 404 else error.detail
         error = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {what}")
-    return api_error(error).response()
+    answer = api_error(error)
+    request.scope[REASON] = answer.message
+    return answer.response()
 
 
 async def _nobody(request: Request, error: Exception) -> Response:
     """The answer to a client that is gone; 499 is how proxies log it."""
+    request.scope[REASON] = GONE
     return json_response(None, 499)
