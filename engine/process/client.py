@@ -288,10 +288,18 @@ class EngineClient:
         Raises:
             EngineDeadError: an engine has ended.
         """
+        return await self.ask(replica, Kind.REPORT)
+
+    async def ask(self, replica: int, kind: Kind, message: Struct | None = None) -> dict[str, Any]:
+        """The facts with which an engine answers.
+
+        Raises:
+            EngineDeadError: an engine has ended.
+        """
         self._check_alive()
         answer: asyncio.Future[dict[str, Any]] = self._event_loop.create_future()
         self.replicas[replica].reports.append(answer)
-        self.replicas[replica].send(Kind.REPORT)
+        self.replicas[replica].send(kind, message)
         return await answer
 
     async def stop(self, timeout_s: float = 5.0) -> None:
@@ -316,6 +324,11 @@ class EngineClient:
     def counters(self) -> list[Counters]:
         """The newest counters of each replica that has sent some, in the order of their numbers."""
         return [replica.counters for replica in self.replicas if replica.counters is not None]
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether an engine takes no requests until it is woken."""
+        return any(counters.is_sleeping for counters in self.counters)
 
     def _stats(self) -> CoreStats:
         return self.counters[0].core

@@ -31,6 +31,7 @@ class Kind(IntEnum):
     FAILED = 8  # from the engine: Failed; its process ends
     QUESTION = 9  # from a frontend to another: Question
     ANSWER = 10  # its Answer
+    SLEEP = 11  # to the engine: Sleep; answered by REPORT
 
 
 class Seat(Struct, frozen=True):
@@ -99,6 +100,14 @@ class Queued(Struct, frozen=True, array_like=True):
         return decode(self.request, AddRequest)
 
 
+class Sleep(Struct, frozen=True):
+    """What is to sleep or to wake: ``level`` 0 wakes ``tags``, or all if that is None.  The report
+    that answers it has an "error", which is "" if all went well."""
+
+    level: int
+    tags: list[str] | None = None
+
+
 class Failed(Struct, frozen=True):
     """The engine's process ends with an error; ``exit_code`` is the command line's for it."""
 
@@ -121,6 +130,7 @@ class Counters(Struct, frozen=True):
         step_s: time spent in them, in seconds.
         rest_s: time in which no request was unfinished, in seconds.
         step_kinds: steps by "kind of step/kind of graph", as the dispatcher counts them.
+        is_sleeping: the engine takes no requests until it is woken.
     """
 
     core: CoreStats
@@ -129,6 +139,7 @@ class Counters(Struct, frozen=True):
     step_s: float = 0.0
     rest_s: float = 0.0
     step_kinds: dict[str, int] = {}
+    is_sleeping: bool = False
 
 
 def frame(kind: Kind, sender: int, message: Struct | None = None) -> bytes:

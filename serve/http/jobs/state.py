@@ -193,6 +193,12 @@ class ServerState:
         return ""
 
     def check_serving(self) -> None:
+        """Raise the answer to whoever asks before the start, after the end or during a sleep."""
+        self.check_alive()
+        if self.client.is_sleeping:
+            raise ApiError(503, "the engine sleeps; POST /wake_up ends that", code="sleeping")
+
+    def check_alive(self) -> None:
         """Raise the answer to whoever asks before the start or after the end."""
         if self.phase is Phase.DEAD:
             raise ApiError(500, f"the engine has ended: {self.client.dead}", code="engine_dead")
