@@ -36,6 +36,7 @@ ENGINE = table(
     same("quantization", "fp8 of bfloat16 weights, or as the checkpoint is"),
     same("kv_cache_dtype", "auto, fp8, fp8_e4m3"),
     same("load_format", "auto, safetensors, dummy"),
+    same("hf_overrides", "a dict or its JSON, no function"),
     same("generation_config", "none is vLLM's 'vllm', which is understood too"),
     same("model_impl", "auto, adapter (or vllm), transformers"),
     same("attention_backend", "auto, cuda, triton, native: the kernels have other names"),
@@ -75,10 +76,7 @@ ENGINE = table(
     refused("set HF_HUB_CACHE to the folder of downloads", "download_dir"),
     refused("config.json is read from the model's own folder", "hf_config_path"),
     refused("config.json is the only configuration", "config_format", ("auto", "hf")),
-    refused(
-        "copy the model's folder (links will do) and change config.json in it",
-        "hf_overrides rope_scaling rope_theta",
-    ),
+    refused("give hf_overrides={'rope_parameters': {…}}", "rope_scaling rope_theta"),
     refused(
         "write the values to a generation_config.json, and give its folder as generation_config",
         "override_generation_config",

@@ -216,7 +216,9 @@ def _captured_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
         shown=layers,
         why=why,
         prove=proof,
-        describe=lambda: describe(spec, model_folder(config.model.path)),
+        describe=lambda: describe(
+            spec, model_folder(config.model.path, overrides=config.model.hf_overrides)
+        ),
     )
 
 
