@@ -100,7 +100,7 @@ def _storages(model: Model) -> Iterator[UntypedStorage]:
 
 def _bytes(storage: UntypedStorage) -> Tensor:
     empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return empty.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload]
+    return empty.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 def _copy(storage: UntypedStorage) -> Tensor:
