@@ -57,14 +57,21 @@ def level_of_environment() -> str | None:
 def write_log(style: LogStyle, name: str = "fusewright") -> None:
     """Write the log of a logger to stderr in a style."""
     logger = logging.getLogger(name)
-    for handler in list(logger.handlers):
-        if isinstance(handler, StderrHandler):
-            logger.removeHandler(handler)
+    _remove_handler(logger)
     written = StderrHandler()
     written.setFormatter(_Json(style) if style.json else _Text(style))
     logger.addHandler(written)
     logger.setLevel(style.level.upper())
     logger.propagate = False
+
+
+def _remove_handler(logger: logging.Logger) -> None:
+    """Undo ``write_log``."""
+    for handler in list(logger.handlers):
+        if isinstance(handler, StderrHandler):
+            logger.removeHandler(handler)
+            logger.setLevel(logging.NOTSET)
+            logger.propagate = True
 
 
 def write_log_by_default() -> None:
@@ -88,6 +95,7 @@ def be_quiet() -> None:
     says itself what it does, and Python shows its warnings."""
     global _quiet
     _quiet = True
+    _remove_handler(logging.getLogger("fusewright"))
 
 
 def facts(**values: Any) -> dict[str, Mapping[str, Any]]:

@@ -61,7 +61,12 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
             f"graphs: {graphs['captured']} captured{more}, mode {graphs['mode']}",
             {name: graphs[name] for name in ("captured", "pending", "mode")},
         )
-    yield "startup", f"started in {startup_line(report['startup'])}", report["startup"]
+    began_s, phases = report["startup"]["imports_s"], _phases(report["startup"])
+    took_s = ready_s(report["startup"]) - began_s
+    said = (
+        f"started in {took_s:.1f} s{phases and f' ({phases})'}, {began_s:.1f} s after the process"
+    )
+    yield "startup", said, report["startup"]
 
 
 def _fusions(report: Mapping[str, Any]) -> str:
@@ -93,7 +98,13 @@ def ready_s(startup: Mapping[str, Any]) -> float:
 
 def startup_line(startup: Mapping[str, Any]) -> str:
     """A line on the time of a start and of its longest phases."""
-    phases = [("python and imports", startup["imports_s"])]
-    phases += [(p["name"], p["seconds"]) for p in startup["phases"] if not p["beside"]]
-    longest = [f"{name} {took:.1f}" for name, took in phases if took >= _SHORTEST_SAID_S]
-    return f"{ready_s(startup):.1f} s ({', '.join(longest)})"
+    longest = f"python and imports {startup['imports_s']:.1f}"
+    if phases := _phases(startup):
+        longest += f", {phases}"
+    return f"{ready_s(startup):.1f} s ({longest})"
+
+
+def _phases(startup: Mapping[str, Any]) -> str:
+    """The longest phases of a start, with their seconds."""
+    phases = [(p["name"], p["seconds"]) for p in startup["phases"] if not p["beside"]]
+    return ", ".join(f"{name} {took:.1f}" for name, took in phases if took >= _SHORTEST_SAID_S)

@@ -89,7 +89,7 @@ def test_a_gpu_is_free_while_an_engine_sleeps(level: int, record_property: Any) 
         began = time.perf_counter()
         llm.sleep(level)
         slept = time.perf_counter()
-        assert torch.cuda.memory_reserved() < used - 2**30
+        assert torch.cuda.memory_reserved() < used / 4
         llm.wake_up()
         record_property("sleep_s", slept - began)
         record_property("wake_s", time.perf_counter() - slept)
