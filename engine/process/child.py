@@ -22,7 +22,7 @@ import zmq
 from msgspec import Struct
 
 from ...config import EngineDeadError, EngineOptions, UserError, collecting_rarely
-from ...config.logs import write_log
+from ...config.process.logs import write_log
 from ..frontend.gc_pause import gc_paused
 from ..grammar.checks import is_installed
 from ..messages.codec import decode

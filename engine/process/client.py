@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from ...compiler.artifacts.scratch import scratch_folder
 from ...config import EngineDeadError, EngineOptions, UserError
-from ...config.logs import LogStyle
+from ...config.process.logs import LogStyle
 from ..frontend.inputs import InputProcessor, Prompt, input_processor, read_tokenizer
 from ..frontend.loop import CheckedRequest, EngineLoop
 from ..frontend.outputs import RequestOutput
@@ -291,11 +291,7 @@ class EngineClient:
         return await self.ask(replica, Kind.REPORT)
 
     async def ask(self, replica: int, kind: Kind, message: Struct | None = None) -> dict[str, Any]:
-        """The facts with which an engine answers.
-
-        Raises:
-            EngineDeadError: an engine has ended.
-        """
+        """The facts with which an engine answers; raises as ``report`` does."""
         self._check_alive()
         answer: asyncio.Future[dict[str, Any]] = self._event_loop.create_future()
         self.replicas[replica].reports.append(answer)
@@ -327,7 +323,6 @@ class EngineClient:
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether an engine takes no requests until it is woken."""
         return any(counters.is_sleeping for counters in self.counters)
 
     def _stats(self) -> CoreStats:

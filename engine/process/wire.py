@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 from msgspec import Struct
 
-from ...config.logs import LogStyle
+from ...config.process.logs import LogStyle
 from ..messages.codec import decode, encode
 from ..messages.requests import AddRequest, CoreStats, RequestLimits
 

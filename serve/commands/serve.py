@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 import typer
 
 from ...config import MachineError, UserError
-from ...config.logs import LEVELS, VARIABLE, LogStyle, level_of_environment
 from ...config.numbers import check_counts, check_number
+from ...config.process.logs import LEVELS, VARIABLE, LogStyle, level_of_environment
 from ...engine.ranks.torchrun import join_torchrun
 from ..console.flags import model_flags, strings
 from ..console.options import checked

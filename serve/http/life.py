@@ -19,9 +19,9 @@ import uvloop
 
 from ... import __version__
 from ...config import EngineDeadError, EngineOptions, MachineError, UserError
-from ...config.logs import facts, write_log
+from ...config.process.logs import facts, write_log
+from ...engine.frontend.engine_log import log_start
 from ...engine.frontend.generation_config import describe_default_sampling
-from ...engine.frontend.start_log import log_start
 from ...engine.process.client import EngineClient
 from ...engine.process.wire import Seat
 from .app import make_app

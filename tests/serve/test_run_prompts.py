@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from fusewright.serve.cli import main
 from tests.serve.test_run import CPU, Capture, completed, refusal
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -76,3 +77,23 @@ def test_outputs_are_printed_in_order_as_they_finish_and_survive_an_interrupt(
     assert head == "--- prompt 0\n" and first.startswith("0+1=")
     assert "2+1=" in rest, "finished, and behind one that is not"
     assert re.fullmatch(r"interrupted: \d+ of 63 prompts are done\n", said)
+
+
+def test_outputs_of_one_prompt_are_told_apart(capsys: Capture) -> None:
+    argv = ("run", "-p", "1+1=", "--n", "2", "--top-k", "1", *CPU)
+    assert completed(capsys, *argv).splitlines() == [
+        *("--- prompt 0, output 0 of 2", "1+1=2"),
+        *("--- prompt 0, output 1 of 2", "1+1=2"),
+    ]
+
+
+def test_logprobs_that_nobody_would_see_are_refused(capsys: Capture, tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "1+1=", "logprobs": 1}')
+    told = "logprobs are shown with --json alone; give it, or ask for none"
+    for argv, where in (
+        (("-p", "1+1=", "--logprobs", "2"), ""),
+        (("--prompts-file", str(file)), f"{file}:1: "),
+    ):
+        assert main(["run", *argv, *CPU]) == 2
+        assert capsys.readouterr().err == f"error: {where}{told}\n"

@@ -62,7 +62,7 @@ def _state_of_admin(request: Request) -> ServerState:
             f"{request.url.path} needs an admin key: start the server with --admin-api-key, and "
             "send it as the key",
         )
-    state.check_alive()
+    state.check_serving(may_sleep=True)
     return state
 
 

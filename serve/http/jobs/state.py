@@ -21,7 +21,7 @@ from ....engine.messages.sampling_params import SamplingParams
 from ....engine.process.client import EngineClient
 from ....engine.process.heartbeat import Heartbeat
 from ....engine.process.output_stream import OutputStream
-from ..intake.answer_log import AnswerLog, LogSettings, log_request
+from ..intake.answer_log import AnswerLog, LogSettings
 from ..intake.errors import ApiError, api_error, overloaded
 from ..intake.limits import Uploads
 from ..intake.protocol import Generation
@@ -192,20 +192,16 @@ class ServerState:
                 return f"stalled: API process {number} has not moved for {age_s:.1f} s"
         return ""
 
-    def check_serving(self) -> None:
+    def check_serving(self, *, may_sleep: bool = False) -> None:
         """Raise the answer to whoever asks before the start, after the end or during a sleep."""
-        self.check_alive()
-        if self.client.is_sleeping:
-            raise ApiError(503, "the engine sleeps; POST /wake_up ends that", code="sleeping")
-
-    def check_alive(self) -> None:
-        """Raise the answer to whoever asks before the start or after the end."""
         if self.phase is Phase.DEAD:
             raise ApiError(500, f"the engine has ended: {self.client.dead}", code="engine_dead")
         if self.phase is not Phase.SERVING:
             raise ApiError(
                 503, f"the server is {self.phase}", headers={"retry-after": _RETRY_AFTER_S}
             )
+        if self.client.is_sleeping and not may_sleep:
+            raise ApiError(503, "the engine sleeps; POST /wake_up ends that", code="sleeping")
 
     def check_model(self, name: str | None) -> str:
         """The name that an answer carries; raises a 404 for a model that is not served."""
@@ -267,8 +263,7 @@ class ServerState:
         self.jobs[name] = job
         self.room.open(name, stream.open, params.n)
         self._note_jobs()
-        if self.settings.log.requests:
-            log_request(name, [len(each.request.prompt_token_ids) for each in checked], params)
+        self.answer_log.write_request(name, [each.request for each in checked])
         return job
 
     async def _check(

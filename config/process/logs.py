@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import UserError
+from ..errors import UserError
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 VARIABLE = "FUSEWRIGHT_LOGGING_LEVEL"
