@@ -19,6 +19,7 @@ from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..canonicalize import argument, in_order, is_pointwise, kind
+from ..layer_mark import MARK
 from ..report import PassReport
 from ..rule import EXACT, Context, is_call, memory, writes
 from ..sites import NotASite
@@ -27,7 +28,7 @@ from ..subgraph import fake_value
 _ATEN = torch.ops.aten
 _OF_LAST = (
     *(torch.ops.fw.linear.default, torch.ops.fw.rms_norm.default, F.linear, F.layer_norm),
-    *(_ATEN.view_as_complex.default, _ATEN.view_as_real.default),
+    *(_ATEN.view_as_complex.default, _ATEN.view_as_real.default, MARK),
 )
 """Ops over the last dimension of their first argument, the only one that has a batch."""
 _REDUCTIONS = (_ATEN.amax.default, _ATEN.amin.default, _ATEN._softmax.default)
