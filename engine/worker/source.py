@@ -208,7 +208,9 @@ def _captured_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
         captured_source(spec, model, inputs),
         outside=partial(outside_calls, spec),
         prove=(lambda: prove(spec, config)) if config.compile.proof else None,
-        describe=lambda: describe(spec, model_folder(config.model.path)),
+        describe=lambda: describe(
+            spec, model_folder(config.model.path, overrides=config.model.hf_overrides)
+        ),
     )
 
 

@@ -31,7 +31,9 @@ from .endpoints.service import (
     tokenize,
     version,
 )
+from .endpoints.sleep import is_sleeping, sleep, wake_up
 from .guard import Guard
+from .intake.answer_log import GONE, REASON
 from .intake.errors import ApiError, api_error, json_response
 from .intake.protocol import (
     AbortRequest,
@@ -53,11 +55,14 @@ POSTS: tuple[tuple[str, _Endpoint, type[BaseModel]], ...] = (
     ("/detokenize", detokenize, DetokenizeRequest),
     ("/abort_requests", abort_requests, AbortRequest),
 )
+ACTIONS: tuple[tuple[str, _Endpoint], ...] = (("/sleep", sleep), ("/wake_up", wake_up))
+"""POST without a body."""
 GETS: tuple[tuple[str, _Endpoint], ...] = (
     ("/v1/models", models),
     ("/v1/models/{name:path}", model),
     ("/live", live),
     ("/health", health),
+    ("/is_sleeping", is_sleeping),
     ("/version", version),
     ("/", status_page),
     ("/metrics", metrics),
@@ -88,6 +93,8 @@ def make_app(state: ServerState) -> ASGIApp:
         app.add_api_route(
             path, endpoint, methods=["POST"], response_model=None, openapi_extra=_takes(kind)
         )
+    for path, act in ACTIONS:
+        app.add_api_route(path, act, methods=["POST"], response_model=None)
     for path, read in GETS:
         extra = {"parameters": _NAME} if "{name" in path else None
         app.add_api_route(path, read, methods=["GET"], response_model=None, openapi_extra=extra)
@@ -131,9 +138,12 @@ async def _answer(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         what = "no such path" if error.status_code == 404 else error.detail
         error = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {what}")
-    return api_error(error).response()
+    answer = api_error(error)
+    request.scope[REASON] = answer.message
+    return answer.response()
 
 
 async def _nobody(request: Request, error: Exception) -> Response:
     """The answer to a client that is gone; 499 is how proxies log it."""
+    request.scope[REASON] = GONE
     return json_response(None, 499)
