@@ -157,4 +157,12 @@ def _compilation(config: Any) -> dict[str, Any]:
     return options
 
 
-_READERS = {"compilation_config": _compilation, "distributed_executor_backend": _executor}
+def _dataset(name: Any) -> dict[str, Any]:
+    return {"dataset": {"custom": "jsonl", "prefix_repetition": "prefix"}.get(name, name)}
+
+
+_READERS = {
+    "compilation_config": _compilation,
+    "distributed_executor_backend": _executor,
+    "dataset_name": _dataset,
+}

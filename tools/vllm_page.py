@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from fusewright.config.vllm import CALLS, ENGINE, METHODS, SAMPLING, SERVE, Argument, Port
+from fusewright.config.vllm import (
+    BENCH,
+    CALLS,
+    ENGINE,
+    METHODS,
+    SAMPLING,
+    SERVE,
+    Argument,
+    Port,
+)
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/coming-from-vllm.md"
 
@@ -65,6 +74,7 @@ def page() -> str:
     for title, table, form in (
         ("`LLM(…)`, `EngineArgs(…)`, and flags of `serve`", ENGINE, "{}"),
         ("Other flags of `serve`", SERVE, "--{}"),
+        ("Flags of `bench`", BENCH, "--{}"),
         ("`SamplingParams(…)`", SAMPLING, "{}"),
         ("Methods of `LLM`", METHODS, "{}"),
         ("Arguments of `generate`, `chat` and `beam_search`", CALLS, "{}"),
@@ -84,7 +94,7 @@ def _rows(table: Mapping[str, Argument], form: str) -> Iterator[str]:
                 name = name.replace("_", "-") if form.startswith("--") else name
                 by_reason.setdefault(argument.says, []).append(f"`{name}`")
         for says, names in by_reason.items():
-            says = f"`{says}`" if says.isidentifier() else says
+            says = f"`{form.format(says)}`" if says.isidentifier() else says
             yield f"| {', '.join(names)} | {port.value} | {says.replace('|', chr(92) + '|')} |"
 
 
