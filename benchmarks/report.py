@@ -59,8 +59,11 @@ def load(path: Path) -> Result:
     return read_results(path, "bench …", checked)
 
 
-def render(text: str, results: Path) -> str:
+def render(text: str, results: Path, *, commits: bool = True) -> str:
     """A page with every marked table made anew.
+
+    Args:
+        commits: captions name the commit, as developers want it.
 
     Raises:
         UserError: a marker names a table or a result that is not there, or has no end.
@@ -75,7 +78,7 @@ def render(text: str, results: Path) -> str:
                 f"<!-- bench:{found[2]} -->: no table {kind}; known: {', '.join(TABLES)}"
             )
         chosen = _of_one_commit([load(_file(results, name)) for name in names])
-        return f"{found[1]}\n{TABLES[kind](chosen)}\n\n{_caption(chosen)}\n\n{found[3]}"
+        return f"{found[1]}\n{TABLES[kind](chosen)}\n\n{_caption(chosen, commits)}\n\n{found[3]}"
 
     return _MARKED.sub(made, text)
 
@@ -94,13 +97,14 @@ def _of_one_commit(results: Sequence[Result]) -> list[Result]:
     return [r for r in results if r not in with_ours or r.newest["commit"] == newest]
 
 
-def _caption(results: Sequence[Result]) -> str:
+def _caption(results: Sequence[Result], commits: bool) -> str:
     """Device, commit, day, and repeats where they were recorded."""
     runs: dict[str, list[str]] = {}
     for result in results:
         e = result.newest
         versions = f", torch {e['torch']}, Triton {e['triton']}" if "torch" in e else ""
-        about = f"{e['device']}{versions}; commit {e['commit']}, {e['date'][:10]}"
+        commit = f"commit {e['commit']}, " if commits else ""
+        about = f"{e['device']}{versions}; {commit}{e['date'][:10]}"
         runs.setdefault(about, []).append(f"`{result.path}`")
     said = "; ".join(f"{about}: {', '.join(files)}" for about, files in runs.items())
     rows = [row for r in results for record in r.records for row in record.get("rows", [record])]
@@ -137,7 +141,9 @@ def rendered(results: Path = H200) -> dict[Path, str]:
     paths = [ROOT / page for page in PAGES]
     if not paths[0].is_file():
         raise UserError(f"{ROOT} has no README.md: run it from a checkout")
-    return {path: render(path.read_text(), results) for path in paths}
+    return {
+        path: render(path.read_text(), results, commits=path.name != "README.md") for path in paths
+    }
 
 
 def draw(results: Path, docs: Path = ROOT / "docs") -> None:

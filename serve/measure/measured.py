@@ -106,7 +106,7 @@ class Comparison:
 
     compare: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(help="Measure nothing: list what is slower in NEW than in OLD."),
+        typer.Option(help="List what is slower in NEW than in OLD; nothing else."),
     ] = None
     threshold: Annotated[float, typer.Option(help="Slower by this share is a regression.")] = 0.05
 
