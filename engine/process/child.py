@@ -63,12 +63,14 @@ class Served:
         core: runs the requests.
         at_rest: does a piece of work that can wait; returns False if there is none.
         report: returns the answer to ``REPORT``.
+        reset: forgets all cached prefixes.
         step_kinds: as in ``Counters``.
     """
 
     core: Core
     at_rest: Callable[[], bool] = lambda: False
     report: Callable[[], dict[str, object]] = dict
+    reset: Callable[[], object] = bool
     step_kinds: Callable[[], dict[str, int]] = dict
 
 
@@ -186,6 +188,8 @@ class CoreServer:
             self._abort(decode(body, AbortRequests))
         elif kind is Kind.REPORT:
             self._send(frontend, Kind.REPORT, Report(self._served.report()))
+        elif kind is Kind.RESET:
+            self._served.reset()
         elif kind is Kind.STOP:
             self._stopping = True
 
@@ -272,7 +276,7 @@ def _serve(
         counts = engine.dispatcher.counters.items()
         return {f"{step}/{graph}": count for (step, graph), count in counts}
 
-    served = Served(core, engine.capture_next, engine.report, step_kinds)
+    served = Served(core, engine.capture_next, engine.report, core.reset_prefix_cache, step_kinds)
     server = CoreServer(served, inbox, outboxes, heartbeat, replica=place.replica)
     if is_installed() and engine.inputs.tokenizer is not None:
         engine.grammars.start()

@@ -30,6 +30,7 @@ class Kind(IntEnum):
     FAILED = 8  # from the engine: Failed; its process ends
     QUESTION = 9  # from a frontend to another: Question
     ANSWER = 10  # its Answer
+    RESET = 11  # to the engine, without a body: forget all cached prefixes
 
 
 class Seat(Struct, frozen=True):

@@ -18,18 +18,18 @@ from .intake.errors import ApiError
 from .intake.hosts import host_name, is_named, is_private
 from .jobs.state import ADMIN, ServerState, Settings
 
-_OPEN = ("/", "/live", "/health", "/version")
-"""Paths that need no key: whoever supervises the process asks them."""
+_OPEN = ("/", "/live", "/health", "/ping", "/version", "/docs", "/openapi.json")
+"""Paths that need no key: whoever supervises the process asks them, or a browser shows them."""
 _MOST_KNOWN = 256
 """Values of ``Host`` that are remembered."""
 
 
 class Visitor(NamedTuple):
-    """The headers of a request that say who asks."""
+    """The headers of a request that say who asks.  ``key`` is b"" if there is none."""
 
     hosts: list[bytes]
     origins: list[bytes]
-    authorization: bytes
+    key: bytes
 
 
 class Guard:
@@ -56,20 +56,18 @@ class Guard:
         visitor = visitor_of(scope)
         refused = self._doors.refuse(visitor, scope["http_version"])
         if refused is None:
-            refused = self._check_key(scope, visitor.authorization)
+            refused = self._check_key(scope, visitor.key)
         if refused is not None:
-            await refused.response()(scope, receive, counted)
+            await refused.response(scope["path"])(scope, receive, counted)
             return
         await self._app(scope, receive, counted)
 
-    def _check_key(self, scope: Scope, authorization: bytes) -> ApiError | None:
+    def _check_key(self, scope: Scope, key: bytes) -> ApiError | None:
         """Note whose key a request brings as the ``owner`` in its scope; returns the answer to one
         without a key."""
         scope["owner"] = ""
         if not self._keys and not self._admin_keys:
             return None
-        kind, _, key = authorization.partition(b" ")
-        key = key.strip() if kind.lower() == b"bearer" else b""
         # All keys are compared, so that the time tells nothing of any.
         own = [hmac.compare_digest(key, each) for each in self._keys]
         admin = [hmac.compare_digest(key, each) for each in self._admin_keys]
@@ -80,7 +78,8 @@ class Guard:
         elif self._keys and scope["path"] not in _OPEN:
             return ApiError(
                 401,
-                "the API key is missing or wrong; send 'Authorization: Bearer KEY'",
+                "the API key is missing or wrong; send 'Authorization: Bearer KEY' or "
+                "'x-api-key: KEY'",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
@@ -88,7 +87,7 @@ class Guard:
 
 
 def visitor_of(scope: Scope) -> Visitor:
-    hosts, origins, authorization = [], [], b""
+    hosts, origins, authorization, key = [], [], b"", b""
     for name, value in scope["headers"]:
         if name == b"host":
             hosts.append(value)
@@ -96,7 +95,12 @@ def visitor_of(scope: Scope) -> Visitor:
             origins.append(value)
         elif name == b"authorization":
             authorization = authorization or value
-    return Visitor(hosts, origins, authorization)
+        elif name == b"x-api-key":  # Anthropic's clients
+            key = key or value
+    kind, _, bearer = authorization.partition(b" ")
+    if kind.lower() == b"bearer":
+        key = bearer
+    return Visitor(hosts, origins, key.strip())
 
 
 class Doors:
