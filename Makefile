@@ -10,6 +10,8 @@
 #                                           sees, 200 by default; takes hours
 #   make lines  REASON='why it grew'        sets the line budgets of tests/line_budget.toml
 #   make models                             proves every model type of transformers; writes docs/models.md
+#   make reference vllm-page                writes docs/reference.md and docs/coming-from-vllm.md
+#   make pictures                           the tables and pictures of the documents, from bench/results
 #   make docs                               the documents as a site: build/site/index.html
 #   make gpu-test | bench  PYTHON=python3   on a GPU machine: these build csrc first
 #   make gpu-evidence  PYTHON=python3       also: measures what the documents show, in 25 minutes at
@@ -24,7 +26,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .PHONY: install demo test real-test client-test coverage check types style lines mutants models docs \
-  gpu-test gpu-evidence bench
+  pictures vllm-page reference gpu-test gpu-evidence bench
 
 BOOTSTRAP_PYTHON ?= python3
 TORCH_INDEX ?=
@@ -80,9 +82,13 @@ models: install
 	  --json bench/results/models.json || failed=$$?; \
 	  $(PY) tools/models_page.py; exit $$failed
 
-# The page of vLLM's arguments; quick, and without a model.
-vllm-page:
-	@$(PKGROOT); $(PY) tools/vllm_page.py
+# The documents' tables and pictures, from the result files in bench/results.
+pictures: install
+	@$(PKGROOT); $(PY) -m fusewright.benchmarks.report --pictures
+
+# The pages of vLLM's arguments, and of our own options and flags; quick, and without a model.
+vllm-page reference: install
+	@$(PKGROOT); $(PY) tools/$(if $(filter reference,$@),reference,vllm)_page.py
 
 real-test: install
 	@$(PKGROOT); $(PY) -m pytest -q tests/engine/test_real_model.py --durations 4

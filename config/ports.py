@@ -176,4 +176,14 @@ _OURS: dict[str, Callable[[Any], Any]] = {
     "hf_overrides": _json_text,
 }
 """Options that vLLM takes as objects of other types too."""
-_READERS = {"compilation_config": _compilation, "distributed_executor_backend": _executor}
+
+
+def _dataset(name: Any) -> dict[str, Any]:
+    return {"dataset": {"custom": "jsonl", "prefix_repetition": "prefix"}.get(name, name)}
+
+
+_READERS = {
+    "compilation_config": _compilation,
+    "distributed_executor_backend": _executor,
+    "dataset_name": _dataset,
+}

@@ -225,12 +225,15 @@ class LLM(EngineWrapper):
         use_tqdm: bool = True,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_variables: Any,
     ) -> list[RequestOutput]:
         """``generate`` for one conversation or several, through the model's chat template.
 
         Args:
+            continue_final_message: the model goes on with the last message; give
+                ``add_generation_prompt=False`` with it.
             chat_template_kwargs: variables of the template, as others by keyword; ``tools`` and
                 ``documents`` are lists of objects.
 
@@ -248,12 +251,9 @@ class LLM(EngineWrapper):
         inputs.check_template_variables(
             name for name in variables if name not in _LISTS or variables[name]
         )
-        prompts = [
-            inputs.chat_prompt(
-                conversation, **{**variables, "add_generation_prompt": add_generation_prompt}
-            )
-            for conversation in _conversations(messages)
-        ]
+        variables["add_generation_prompt"] = add_generation_prompt
+        variables["continue_final_message"] = continue_final_message
+        prompts = [inputs.chat_prompt(talk, **variables) for talk in _conversations(messages)]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -19,7 +19,7 @@ _FIGURES = "it is not measured; LLM.report(), /metrics and `fusewright profile` 
 _ONE_REPLICA = "an engine is one replica; `fusewright serve --data-parallel-size` has several"
 PROCESSORS = "sampling runs on the device without Python in between; use logit_bias, bad_words, "
 PROCESSORS += "allowed_token_ids or structured_outputs"
-_POOLING = "models generate text, they give no embeddings or scores; use another server for that"
+POOLING = "models generate text, they give no embeddings or scores; use another server for that"
 _LOADING = "weights are read from safetensors straight to the device"
 
 ENGINE = table(
@@ -81,8 +81,8 @@ ENGINE = table(
         "write the values to a generation_config.json, and give its folder as generation_config",
         "override_generation_config",
     ),
-    refused(_POOLING, "task runner convert", ("auto", "generate", "none")),
-    refused(_POOLING, "pooler_config override_pooler_config io_processor_plugin"),
+    refused(POOLING, "task runner convert", ("auto", "generate", "none")),
+    refused(POOLING, "pooler_config override_pooler_config io_processor_plugin"),
     refused("prompts are text or token ids; leave it out", "enable_prompt_embeds", switch=True),
     refused("the experts of a token are not returned", "enable_return_routed_experts", switch=True),
     refused("log probabilities are of the model's own logits", "logprobs_mode", ("raw_logprobs",)),

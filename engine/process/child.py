@@ -65,6 +65,7 @@ class Served:
         core: runs the requests.
         at_rest: does a piece of work that can wait; returns False if there is none.
         report: returns the answer to ``REPORT``.
+        reset: forgets all cached prefixes.
         step_kinds, is_sleeping: as in ``Counters``.
         sleep: does what a ``Sleep`` asks for.
     """
@@ -72,6 +73,7 @@ class Served:
     core: Core
     at_rest: Callable[[], bool] = lambda: False
     report: Callable[[], dict[str, object]] = dict
+    reset: Callable[[], object] = bool
     step_kinds: Callable[[], dict[str, int]] = dict
     is_sleeping: Callable[[], bool] = lambda: False
     sleep: Callable[[Sleep], None] = lambda asked: None
@@ -194,6 +196,8 @@ class CoreServer:
             self._send(frontend, Kind.REPORT, Report(self._served.report()))
         elif kind is Kind.SLEEP:
             self._sleep(decode(body, Sleep), frontend)
+        elif kind is Kind.RESET:
+            self._served.reset()
         elif kind is Kind.STOP:
             self._stopping = True
 
@@ -299,7 +303,13 @@ def _serve(
             engine.wake_up(asked.tags)
 
     served = Served(
-        core, engine.capture_next, engine.report, step_kinds, lambda: engine.is_sleeping, sleep
+        core,
+        engine.capture_next,
+        engine.report,
+        core.reset_prefix_cache,
+        step_kinds,
+        lambda: engine.is_sleeping,
+        sleep,
     )
     server = CoreServer(served, inbox, outboxes, heartbeat, replica=place.replica)
     if is_installed() and engine.inputs.tokenizer is not None:

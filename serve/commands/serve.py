@@ -103,6 +103,9 @@ class Limits:
     limit_concurrency: Annotated[
         int, typer.Option(help="Connections that an API process keeps open; 503 beyond.")
     ] = 16384
+    strict_fields: Annotated[
+        bool, typer.Option(help="Refuse requests with fields that are not known.")
+    ] = False
 
     def __post_init__(self) -> None:
         check_counts(0, max_waiting_requests=self.max_waiting_requests)
@@ -183,7 +186,7 @@ def serve(
         str, typer.Option(help=f"How the model calls tools: {', '.join(PARSERS)}.")
     ] = "auto",
 ) -> None:
-    """Serve OpenAI's API over HTTP, with the engine in a process of its own.
+    """Serve OpenAI's and Anthropic's API over HTTP, with the engine in a process of its own.
 
     SIGTERM or Ctrl-C lets open requests finish; a second one ends them with an answer.
     """
@@ -209,6 +212,7 @@ def serve(
         allowed_origins=strings(access.allowed_origins or ""),
         allowed_hosts=checked_hosts(access.allowed_host) if access.allowed_host else None,
         otlp_endpoint=_collector(otlp_endpoint),
+        strict_fields=limits.strict_fields,
         tool_format=None if tool_call_parser == "auto" else tool_call_parser,
         log=state.LogSettings(
             style=log.style(),

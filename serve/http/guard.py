@@ -21,19 +21,19 @@ from .intake.errors import ApiError
 from .intake.hosts import host_name, is_named, is_private
 from .jobs.state import ADMIN, ServerState, Settings
 
-_OPEN = ("/", "/live", "/health", "/version")
-"""Paths that need no key: whoever supervises the process asks them."""
+_OPEN = ("/", "/live", "/health", "/ping", "/version", "/docs", "/openapi.json")
+"""Paths that need no key: whoever supervises the process asks them, or a browser shows them."""
 _MOST_KNOWN = 256
 """Values of ``Host`` that are remembered."""
 _ID = b"x-request-id"
 
 
 class Visitor(NamedTuple):
-    """The headers of a request that say who asks."""
+    """The headers of a request that say who asks.  ``key`` is b"" if there is none."""
 
     hosts: list[bytes]
     origins: list[bytes]
-    authorization: bytes
+    key: bytes
     request_id: bytes
 
 
@@ -71,10 +71,10 @@ class Guard:
         try:
             refused = self._doors.refuse(visitor, scope["http_version"])
             if refused is None:
-                refused = self._check_key(scope, visitor.authorization)
+                refused = self._check_key(scope, visitor.key)
             if refused is not None:
                 scope[REASON] = refused.message
-                await refused.response()(scope, receive, counted)
+                await refused.response(scope["path"])(scope, receive, counted)
             else:
                 await self._app(scope, receive, counted)
         finally:
@@ -89,14 +89,12 @@ class Guard:
                 seconds=round(time.monotonic() - began_s, 4),
             )
 
-    def _check_key(self, scope: Scope, authorization: bytes) -> ApiError | None:
+    def _check_key(self, scope: Scope, key: bytes) -> ApiError | None:
         """Note whose key a request brings as the ``owner`` in its scope; returns the answer to one
         without a key."""
         scope["owner"] = ""
         if not self._keys and not self._admin_keys:
             return None
-        kind, _, key = authorization.partition(b" ")
-        key = key.strip() if kind.lower() == b"bearer" else b""
         # All keys are compared, so that the time tells nothing of any.
         own = [hmac.compare_digest(key, each) for each in self._keys]
         admin = [hmac.compare_digest(key, each) for each in self._admin_keys]
@@ -107,7 +105,8 @@ class Guard:
         elif self._keys and scope["path"] not in _OPEN:
             return ApiError(
                 401,
-                "the API key is missing or wrong; send 'Authorization: Bearer KEY'",
+                "the API key is missing or wrong; send 'Authorization: Bearer KEY' or "
+                "'x-api-key: KEY'",
                 code="invalid_api_key",
                 headers={"www-authenticate": "Bearer"},
             )
@@ -115,7 +114,7 @@ class Guard:
 
 
 def visitor_of(scope: Scope) -> Visitor:
-    hosts, origins, authorization, request_id = [], [], b"", b""
+    hosts, origins, authorization, key, request_id = [], [], b"", b"", b""
     for name, value in scope["headers"]:
         if name == b"host":
             hosts.append(value)
@@ -123,9 +122,14 @@ def visitor_of(scope: Scope) -> Visitor:
             origins.append(value)
         elif name == b"authorization":
             authorization = authorization or value
+        elif name == b"x-api-key":  # Anthropic's clients
+            key = key or value
         elif name == _ID:
             request_id = value
-    return Visitor(hosts, origins, authorization, request_id)
+    kind, _, bearer = authorization.partition(b" ")
+    if kind.lower() == b"bearer":
+        key = bearer
+    return Visitor(hosts, origins, key.strip(), request_id)
 
 
 def _header(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> bytes:

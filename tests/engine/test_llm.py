@@ -187,7 +187,7 @@ def test_chat_uses_the_template() -> None:
         (None, {}, "messages is of type NoneType: expected a list of"),
         (["1+2"], {}, "messages '1\\+2': expected a list of"),
         ([[]], {}, "messages is empty"),
-        ([], {"continue_final_message": True}, r"continue_final_message=True: generate from"),
+        (["1"], {"continue_final_message": True}, "continue_final_message: a generation prompt"),
         ([], {"chat_template": "x"}, r"chat_template='x': give LLM\(chat_template=…\)"),
         ([], {"chat_template_kwargs": 5}, "chat_template_kwargs=5: expected a mapping"),
         ([], {"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x: .* reads: bos_token"),

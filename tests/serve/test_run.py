@@ -373,7 +373,7 @@ def running_in_group(group: int) -> list[str]:
         ("run", "-p", "1+1=", "-p", "2+2="),
         ("eval", "abacus", "-n", "2"),
         ("demo",),
-        ("bench", "throughput", "abacus", "--num-prompts", "1", "--workload", "prefill-heavy"),
+        ("bench", "throughput", "abacus", "--num-prompts", "1", "--dataset", "prefill-heavy"),
     ],
 )
 def test_a_step_that_fails_is_said_in_one_line(

@@ -23,6 +23,7 @@ from ....engine.process.heartbeat import Heartbeat
 from ....engine.process.output_stream import OutputStream
 from ..intake.answer_log import AnswerLog, LogSettings
 from ..intake.errors import ApiError, api_error, overloaded
+from ..intake.fields import FieldNotes
 from ..intake.limits import Uploads
 from ..intake.protocol import Generation
 from ..intake.reader import BodyReader
@@ -65,6 +66,7 @@ class Settings:
         allowed_hosts: names in ``Host`` beside those that no public DNS holds; None: any.
         tool_format: how the model writes calls of tools; None: as its chat template shows.
         otlp_endpoint: URL of the collector of traces; None: nothing is traced.
+        strict_fields: refuse requests with fields that are not known.
         log: what the processes log, and how.
     """
 
@@ -81,6 +83,7 @@ class Settings:
     tool_format: str | None = None
     otlp_endpoint: str | None = None
     log: LogSettings = field(default_factory=LogSettings)
+    strict_fields: bool = False
 
 
 class Phase(StrEnum):
@@ -135,6 +138,7 @@ class ServerState:
         self.uploads, self.reader = Uploads(settings.max_body_bytes), BodyReader()
         self.tool_format = settings.tool_format
         self.answer_log = AnswerLog(settings.log)
+        self.fields = FieldNotes(settings.strict_fields)
         self._beats: list[Heartbeat] = []
         """The pages of all API processes, if there are several; steps are numbers of open jobs."""
         client.on_step = self.metrics.on_step
@@ -375,7 +379,8 @@ def _check_size(prompts: Sequence[Prompt], params: SamplingParams) -> None:
         prompt["prompt_token_ids"] if isinstance(prompt, Mapping) else prompt for prompt in prompts
     )
     texts = (*params.stop_strings, *params.bad_texts, params.grammar or "")
-    beside = len(params.logit_bias or ()) + sum(map(len, texts))
+    ids = len(params.logit_bias or ()) + len(params.allowed_token_ids or ())
+    beside = ids + sum(map(len, texts))
     carried = params.n * (sum(map(len, texts_or_ids)) + len(prompts) * beside)
     if carried > _MOST_CARRIED:
         raise ApiError(
