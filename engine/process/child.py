@@ -198,6 +198,7 @@ class CoreServer:
             self._sleep(decode(body, Sleep), frontend)
         elif kind is Kind.RESET:
             self._served.reset()
+            self._send(frontend, Kind.REPORT, Report({}))
         elif kind is Kind.STOP:
             self._stopping = True
 

@@ -32,7 +32,7 @@ class Kind(IntEnum):
     QUESTION = 9  # from a frontend to another: Question
     ANSWER = 10  # its Answer
     SLEEP = 11  # to the engine: Sleep; answered by REPORT
-    RESET = 12  # to the engine, without a body: forget all cached prefixes
+    RESET = 12  # to the engine, without a body: forget all cached prefixes; answered by REPORT
 
 
 class Seat(Struct, frozen=True):

@@ -31,7 +31,8 @@ from .intake.connections import Connections, limited_by_files
 from .intake.errors import ApiError
 from .intake.hosts import is_loopback
 from .intake.limits import HEAD_S, LimitedProtocol, Uploads
-from .jobs.state import Phase, ServerState, Settings
+from .jobs.settings import Settings
+from .jobs.state import Phase, ServerState
 from .jobs.stats import log_loads
 from .tool_calls.call_reader import detect
 

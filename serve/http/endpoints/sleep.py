@@ -67,8 +67,6 @@ def _state_of_admin(request: Request) -> ServerState:
 
 
 async def _ask(state: ServerState, asked: Sleep) -> None:
-    client = state.client
-    replicas = range(len(client.replicas))
-    told = await asyncio.gather(*(client.ask(each, Kind.SLEEP, asked) for each in replicas))
+    told = await state.client.ask(Kind.SLEEP, asked)
     if errors := [facts["error"] for facts in told if facts["error"]]:
         raise ApiError(400, errors[0])
