@@ -29,7 +29,8 @@ def test_options_of_a_record_win_over_the_flags(capsys: Capture, tmp_path: Path)
     file.write_text("\n".join(map(json.dumps, records)))
     argv = ("run", "--prompts-file", str(file), "--temperature", "0", "--max-tokens", "9", *CPU)
     out = completed(capsys, *argv)
-    assert out.splitlines() == ["12+34=46", "12+34=4", "12+34=4", "46"]
+    texts = [line for line in out.splitlines() if not line.startswith("--- prompt ")]
+    assert texts == ["12+34=46", "12+34=4", "12+34=4", "46"]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_outputs_are_printed_in_order_as_they_finish_and_survive_an_interrupt(
     assert process.returncode == 130
     assert head == "--- prompt 0\n" and first.startswith("0+1=")
     assert "2+1=" in rest, "finished, and behind one that is not"
-    assert re.fullmatch(r"interrupted: \d+ of 63 prompts are done\n", said)
+    assert re.search(r"^interrupted: \d+ of 63 prompts are done\n", said, re.M)
 
 
 def test_outputs_of_one_prompt_are_told_apart(capsys: Capture) -> None:
