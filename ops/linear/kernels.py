@@ -182,6 +182,29 @@ def _dequantize(q: Tensor, scale: Tensor) -> Tensor:
     return q.float() * scale
 
 
+_BY_CUBLASLT = {"relu": False, "gelu_new": True}
+"""Activations that cuBLASLt applies to the sums with their bias, and whether each is a GELU."""
+
+
+def _activating_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
+    if target.device.type == "cpu":
+        return "activates on a GPU"
+    if desc.activation not in _BY_CUBLASLT or not desc.bias or desc.quantize:
+        return f"activates a layer with a bias by {' or '.join(_BY_CUBLASLT)}, and does no more"
+    if desc.format.scaled:
+        return "its weight has scales"
+    return _library_refuses(desc, rows, target)
+
+
+def _run_activating(*args: Any) -> Tensor:
+    call = LinearArgs(*args)
+    x = call.x.reshape(-1, call.x.shape[-1])
+    activates = torch.ops.aten._addmm_activation.default
+    is_gelu = _BY_CUBLASLT[str(call.activation)]
+    y: Tensor = activates(call.bias, x, call.weight.t(), use_gelu=is_gelu)
+    return y.view(*call.x.shape[:-1], y.shape[1])
+
+
 def _dequantizing_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
     if not desc.format.stored:
         return "its weight is not stored in a format of its own"
@@ -203,10 +226,13 @@ ALGORITHM = LinearKernel(
     "cuBLASLt", _algorithm_refuses, _cublaslt_linear.run, parameters=_algorithm
 )
 TILED = LinearKernel("_linear_fp8_kernel", _tiled_refuses, run_launches(plan_tiled), plan_tiled)
+ACTIVATING = LinearKernel(
+    "cuBLASLt with activation", _activating_refuses, _run_activating, fuses=True
+)
 LIBRARY = LinearKernel("cuBLAS", _library_refuses, library)
 DEQUANTIZING = LinearKernel("dequantize, cuBLAS", _dequantizing_refuses, _run_dequantizing)
 
-KERNELS = (STREAM, CLUSTER, ALGORITHM, TILED, LIBRARY, DEQUANTIZING)
+KERNELS = (STREAM, CLUSTER, ALGORITHM, TILED, ACTIVATING, LIBRARY, DEQUANTIZING)
 """Every kernel in order of preference: the first that does not refuse is chosen."""
 WITHOUT_CSRC = KERNELS[2:]
 UNMEASURED = KERNELS[3:]
