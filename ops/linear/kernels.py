@@ -51,6 +51,7 @@ class LinearKernel:
         run: computes a call of ``linear``; None if the tensors' addresses or strides do not fit.
         launches: the Triton launches of a call and its result, if it is a Triton kernel.
         fuses: whether it runs the epilogue too; else a kernel of its own follows.
+        scaled: whether it is only for weights with scales; no choice for others names it.
     """
 
     name: str
@@ -58,6 +59,7 @@ class LinearKernel:
     run: Callable[..., Tensor | None]
     launches: Callable[..., Launches[Tensor]] | None = None
     fuses: bool = False
+    scaled: bool = False
     parameters: Callable[[LinearDesc, int, Target], str] = nothing
 
 
@@ -70,7 +72,9 @@ def select(
 ) -> Choice:
     """Choose the kernel for a linear layer with so many rows, of those of its format unless
     others are given; raises NoKernelError with their reasons if all refuse."""
-    return _choose(desc, rows, target, kernels or kernels_of(desc.weight_format), of)
+    every = kernels or kernels_of(desc.weight_format)
+    own = every if desc.format.scaled else [kernel for kernel in every if not kernel.scaled]
+    return _choose(desc, rows, target, own, of)
 
 
 def _algorithm_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
@@ -225,7 +229,9 @@ CLUSTER = LinearKernel("cluster_linear", csrc.cluster_refuses, csrc.cluster)
 ALGORITHM = LinearKernel(
     "cuBLASLt", _algorithm_refuses, _cublaslt_linear.run, parameters=_algorithm
 )
-TILED = LinearKernel("_linear_fp8_kernel", _tiled_refuses, run_launches(plan_tiled), plan_tiled)
+TILED = LinearKernel(
+    "_linear_fp8_kernel", _tiled_refuses, run_launches(plan_tiled), plan_tiled, scaled=True
+)
 ACTIVATING = LinearKernel(
     "cuBLASLt with activation", _activating_refuses, _run_activating, fuses=True
 )
