@@ -11,6 +11,7 @@
 #   make lines  REASON='why it grew'        sets the line budgets of tests/line_budget.toml
 #   make models                             proves every model type of transformers; writes docs/models.md
 #   make reference vllm-page                writes docs/reference.md and docs/coming-from-vllm.md
+#   make pictures                           the tables and pictures of the documents, from bench/results
 #   make docs                               the documents as a site: build/site/index.html
 #   make gpu-test | bench  PYTHON=python3   on a GPU machine: these build csrc first
 #   make gpu-evidence  PYTHON=python3       also: measures what the documents show, in 25 minutes at
@@ -25,7 +26,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .PHONY: install demo test real-test client-test coverage check types style lines mutants models docs \
-  vllm-page reference gpu-test gpu-evidence bench
+  pictures vllm-page reference gpu-test gpu-evidence bench
 
 BOOTSTRAP_PYTHON ?= python3
 TORCH_INDEX ?=
@@ -80,6 +81,10 @@ models: install
 	@$(PKGROOT); failed=0; $(PY) -m fusewright.serve.cli models check --all --jobs $(JOBS) \
 	  --json bench/results/models.json || failed=$$?; \
 	  $(PY) tools/models_page.py; exit $$failed
+
+# The documents' tables and pictures, from the result files in bench/results.
+pictures: install
+	@$(PKGROOT); $(PY) -m fusewright.benchmarks.report --pictures
 
 # The pages of vLLM's arguments, and of our own options and flags; quick, and without a model.
 vllm-page reference: install

@@ -18,6 +18,8 @@ from ..engine.messages.sampling_params import SamplingParams
 from .workloads import Work
 
 PERCENTILES = (50, 90, 99)
+QUANTILES = np.linspace(0, 1, 51)
+"""Shares of the requests whose longest TTFT a result keeps, as a distribution to draw."""
 MEASURES = ("ttft", "tpot", "itl", "e2e")
 
 
@@ -59,6 +61,9 @@ class Run:
         for measure in MEASURES:
             values = self.gaps if measure == "itl" else [getattr(r, measure) for r in self.requests]
             result[f"{measure}_ms"] = _summary(values)
+        if self.requests:
+            ttft = np.quantile([request.ttft for request in self.requests], QUANTILES)
+            result["ttft_quantiles_ms"] = [round(float(ms), 3) for ms in ttft]
         if limits:
             good = sum(
                 all(getattr(r, m) <= most for m, most in limits.items()) for r in self.requests

@@ -17,12 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..bench import plots
+from ..bench.charts import Picture, save
 from ..bench.environment import ENGINE, ROOT, changed_since
 from ..bench.result_file import Record, read_results
 from ..config import UserError
 from ..serve.console.table import table
 from .evidence import ON_REQUEST, RESULTS, SUITES
-from .kernel_page import load_all, markdown, plot
+from .kernel_page import load_all, markdown, picture
 from .tables import TABLES, Result, latest
 
 H200 = RESULTS / "h200"
@@ -146,17 +147,20 @@ def rendered(results: Path = H200) -> dict[Path, str]:
     }
 
 
-def draw(results: Path, docs: Path = ROOT / "docs") -> None:
-    """Draw the pictures that the pages show.
+def pictures(results: Path) -> dict[str, Picture]:
+    """The pictures that the pages show, by their names in ``docs/``.
 
     Raises:
-        UserError: a result is missing, or nothing can draw here.
+        UserError: a result is missing.
     """
-    plots.plot(latest([load(_file(results, "peers"))], ["llama3-8b"]), docs / "throughput.png")
-    for picture, names in PICTURES.items():
-        loaded = {name: load(_file(results, name)).records[0] for name in names}
-        plots.plot(loaded, docs / picture)
-    plot(load_all([_file(results, name) for name in KERNEL_RESULTS])[1], docs / "kernels.png")
+    drawn = {
+        "throughput.png": plots.picture(latest([load(_file(results, "peers"))], ["llama3-8b"]))
+    }
+    for name, files in PICTURES.items():
+        records = {file.partition("-")[2]: load(_file(results, file)).records[0] for file in files}
+        drawn[name] = plots.picture(records)
+    kernels = load_all([_file(results, name) for name in KERNEL_RESULTS])[1]
+    return {**drawn, "kernels.png": picture(kernels)}
 
 
 def write_kernels(results: Path, page: Path) -> None:
@@ -166,9 +170,9 @@ def write_kernels(results: Path, page: Path) -> None:
         UserError: a result is missing, or they are of different machines.
     """
     environment, found = load_all([_file(results, name) for name in KERNEL_RESULTS])
-    picture = page.with_suffix(".png")
-    page.write_text(markdown(environment, found, picture.name))
-    plot(found, picture)
+    beside = page.with_suffix(".png")
+    page.write_text(markdown(environment, found, beside.name))
+    save(picture(found), beside)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -186,7 +190,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table(rows) + "\n")
     pages = rendered(options.results)
     if options.pictures and not options.check:
-        draw(options.results)
+        for name, each in pictures(options.results).items():
+            save(each, ROOT / "docs" / name)
     changed = [path for path, text in pages.items() if path.read_text() != text]
     for path in () if options.check else changed:
         path.write_text(pages[path])

@@ -66,7 +66,10 @@ RAISE: tuple[Rule, ...] = (
     SHARE_EXPERTS,
     FoldViews(),
 )
-"""Passes that run first over the graph of a captured model, whatever passes are chosen."""
+"""Passes that run first over the graph of a captured model, whatever passes are chosen: over one
+layer of each kind, if these stand for all."""
+JOIN: tuple[Rule, ...] = (FoldViews(),)
+"""Passes that run over such a graph when its layers have been repeated and read each other."""
 
 
 def build_passes(names: Iterable[str]) -> list[Rule]:

@@ -15,6 +15,7 @@ import typer.main
 
 from .. import __version__
 from ..config import EngineDeadError, UserError, collect_rarely, leave_garbage_at_exit
+from ..config.logs import be_quiet
 from .console.failure import flush, leave_dead_engine, open_missing_streams, report
 from .console.help import Command, LazyGroup, UsageError
 from .console.signals import unwinding_on_sigterm
@@ -91,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     collect_rarely()
     leave_garbage_at_exit()
     open_missing_streams()
+    be_quiet()
     command = typer.main.get_command(app)
     asked = {"debug": False}
     try:

@@ -218,6 +218,14 @@ def cold() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def quiet() -> None:
+    """No ``LLM`` of a test sends its log to stderr, whichever test was the first to make one."""
+    from fusewright.config.logs import be_quiet
+
+    be_quiet()
+
+
 @pytest.fixture
 def said() -> Iterator[list[logging.LogRecord]]:
     """What the package logs."""

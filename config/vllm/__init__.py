@@ -1,9 +1,24 @@
-"""vLLM's arguments, as tables."""
+"""vLLM's arguments, and the fields of requests, as tables."""
 
 from .argument import Argument, Port
 from .bench import BENCH
 from .calls import CALLS, METHODS, SAMPLING
 from .engine import ENGINE
+from .requests import COMPLETIONS, MESSAGES, PATHS, RESPONSES, TOKENIZE
 from .serve import SERVE
 
-__all__ = ["BENCH", "CALLS", "ENGINE", "METHODS", "SAMPLING", "SERVE", "Argument", "Port"]
+__all__ = [
+    "BENCH",
+    "CALLS",
+    "COMPLETIONS",
+    "ENGINE",
+    "MESSAGES",
+    "METHODS",
+    "PATHS",
+    "RESPONSES",
+    "SAMPLING",
+    "SERVE",
+    "TOKENIZE",
+    "Argument",
+    "Port",
+]

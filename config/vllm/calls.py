@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .argument import ignored, other, refused, same, table
-from .engine import LORA, PROCESSORS, SLEEP
+from .engine import LORA, POOLING, PROCESSORS
 
 SAMPLING = table(
     same("n temperature top_p top_k min_p seed repetition_penalty presence_penalty"),
@@ -35,27 +35,21 @@ SAMPLING = table(
 
 CALLS = table(
     same("prompts sampling_params use_tqdm priority messages add_generation_prompt tools"),
-    same("chat_template_kwargs params"),
+    same("chat_template_kwargs params continue_final_message"),
     ignored("chat templates get the form that they read", "chat_template_content_format"),
     refused(LORA, "lora_request prompt_adapter_request"),
     refused("models take text alone; leave it out", "mm_processor_kwargs"),
-    refused(
-        "generate from get_tokenizer().apply_chat_template(…, tokenize=False, "
-        "continue_final_message=True), with transformers installed",
-        "continue_final_message",
-    ),
     refused("give LLM(chat_template=…)", "chat_template"),
     refused("give a prompt of token ids, made by LLM.get_tokenizer()", "tokenization_kwargs"),
 )
 """Arguments of ``LLM.generate``, ``LLM.chat`` and ``LLM.beam_search``."""
 
-_POOLING = "models generate text, they give no embeddings or scores; use another server for that"
 METHODS = table(
     same("generate chat beam_search get_tokenizer get_default_sampling_params"),
-    same("reset_prefix_cache from_engine_args"),
+    same("reset_prefix_cache from_engine_args wake_up"),
+    same("sleep", "level 1 or 2"),
     other(get_metrics="report"),
-    refused(_POOLING, "encode embed classify reward score"),
-    refused(SLEEP, "sleep wake_up"),
+    refused(POOLING, "encode embed classify reward score"),
     refused("LLM.report() has the facts of every rank", "collective_rpc"),
     refused("the model runs as compiled code; LLM.report() describes it", "apply_model"),
     refused("use `fusewright profile`", "start_profile stop_profile"),

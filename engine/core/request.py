@@ -187,14 +187,13 @@ class Request:
         params = self.sampling_params
         token_id = self.output_token_ids[-1]
         # Nothing can follow the end of a grammar, whatever else is asked.
-        if self.matcher is not None and token_id in self.eos_token_ids:
+        is_eos = token_id in self.eos_token_ids
+        ends = (is_eos and not params.ignore_eos) or token_id in params.stop_ids
+        if (is_eos and self.matcher is not None) or (
+            ends and len(self.output_token_ids) >= params.min_tokens
+        ):
+            self.stop_id = token_id
             return RequestStatus.FINISHED_STOPPED
-        if len(self.output_token_ids) >= params.min_tokens:
-            if not params.ignore_eos and token_id in self.eos_token_ids:
-                return RequestStatus.FINISHED_STOPPED
-            if token_id in params.stop_ids:
-                self.stop_id = token_id
-                return RequestStatus.FINISHED_STOPPED
         if self.num_known_tokens >= self.max_total_tokens:
             return RequestStatus.FINISHED_LENGTH
         if self.matcher is not None:

@@ -23,12 +23,17 @@ from jinja2.utils import Namespace
 from ...config import UserError
 from .chat_messages import CHANGES, Message, checked, plain_data, probes, with_parts, with_text
 
-_TAKEN = ("messages", "add_generation_prompt", "add_special_tokens")
+TAKEN = (
+    *("messages", "add_generation_prompt", "add_special_tokens", "continue_final_message"),
+    "self",
+)
 """Variables that have arguments of their own."""
 _LISTS = ("tools", "documents")
 """Variables that every template may read: None, or a list of objects."""
 _MESSAGE = "{'role': …, 'content': …}"
 _PROBE = "fusewright probe"
+_OPEN_END = "fusewright goes on here "
+"""Marks the end of a last message that is to be continued."""
 
 
 class _Generation(Extension):
@@ -132,19 +137,31 @@ class ChatTemplate:
             raise UserError(f"{origin}: chat template does not compile: {error}") from error
 
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
     ) -> str:
         """The prompt text of a conversation, special tokens included.
 
         A template that joins arguments of calls or absent content to text gets them as text.
 
         Args:
+            continue_final_message: the text ends with the last message's, for the model to go on.
             variables: the template's variables; ``tools`` and ``documents`` are lists of objects.
 
         Raises:
             UserError: no messages, one without role or content, a role that is unknown, content
-                that is no text, a variable that is no plain data, or the template refuses them.
+                that is no text, a variable that is no plain data, or the template refuses them; the
+                last message cannot be continued.
         """
+        if continue_final_message and add_generation_prompt:
+            raise UserError(
+                "continue_final_message: a generation prompt would begin another message; give "
+                "add_generation_prompt=False"
+            )
         if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
             raise UserError(f"messages {messages!r}: expected a list of {_MESSAGE}")
         if not messages:
@@ -161,18 +178,35 @@ class ChatTemplate:
             self._in_form(checked(number, message, self._source))
             for number, message in enumerate(messages)
         ]
+        if continue_final_message:
+            conversation[-1] = _left_open(conversation[-1])
         first: Exception | None = None
         for change in (None, *CHANGES):
             changed = conversation if change is None else change(conversation)
             if changed is None:
                 continue
             try:
-                return self._render(changed, values)
+                text = self._render(changed, values)
+                return self._cut(text) if continue_final_message else text
+            except UserError:
+                raise
             except Exception as error:  # a template is foreign code: it may raise anything
                 first = first or error
                 if isinstance(error, _Refusal):
                     break
         raise UserError(f"{self._origin}: chat template fails: {first}") from first
+
+    def _cut(self, text: str) -> str:
+        """The prompt up to where its last message is to go on, without white space where the
+        template takes that away."""
+        mark = _OPEN_END.rstrip()
+        at = text.rfind(mark)
+        if at < 0:
+            raise UserError(
+                f"{self._origin}: continue_final_message: the chat template does not show the last "
+                "message as it is; leave it out"
+            )
+        return text[:at] if text.startswith(_OPEN_END, at) else text[:at].rstrip()
 
     def _render(self, messages: Sequence[Message], values: Mapping[str, Any]) -> str:
         return self._template.render({**values, "messages": messages})
@@ -257,7 +291,7 @@ class ChatTemplates:
     def variables(self) -> frozenset[str]:
         """The variables that the templates read, those with arguments of their own left out."""
         read = frozenset().union(*(each.variables for each in self._by_name.values()))
-        return read.difference(_TAKEN)
+        return read.difference(TAKEN)
 
     def check_variables(self, names: Iterable[str]) -> None:
         """Refuse variables that change nothing.
@@ -266,7 +300,7 @@ class ChatTemplates:
             UserError: no template reads one, or its name is taken.
         """
         for name in names:
-            if name in _TAKEN:
+            if name in TAKEN:
                 raise UserError(f"chat_template_kwargs.{name}: this name is taken; leave it out")
             if name not in self.variables:
                 known = ", ".join(sorted(self.variables)) or "none"
@@ -274,6 +308,17 @@ class ChatTemplates:
                     f"chat_template_kwargs.{str(name)[:50]}: the chat template of this model reads "
                     f"no such variable; it reads: {known}"
                 )
+
+
+def _left_open(message: dict[str, Any]) -> dict[str, Any]:
+    """The last message of a conversation with a mark behind its text."""
+    content = message.get("content")
+    if message.get("tool_calls") or not content:
+        raise UserError("continue_final_message: the last message must have text, and no calls")
+    if isinstance(content, str):
+        return {**message, "content": content + _OPEN_END}
+    last = {**content[-1], "text": content[-1]["text"] + _OPEN_END}
+    return {**message, "content": [*content[:-1], last]}
 
 
 def _list_of_objects(name: str, value: Any) -> list[Any] | None:

@@ -61,9 +61,15 @@ class _Completion:
             text_offsets=offsets if shared or offsets is None else list(offsets),
         )
 
-    def finish(self, finished: Finished) -> None:
-        """Note why the core has ended the request; its last tokens may still be to come."""
+    def finish(self, finished: Finished, eos_token_id: int | None) -> None:
+        """Note why the core has ended the request; its last tokens may still be to come.
+
+        Args:
+            eos_token_id: the one of which ``stop_reason`` tells nothing, as in vLLM.
+        """
         self.finish_reason, self.stop_reason = finished.reason, finished.stop_id
+        if finished.stop_id == eos_token_id and not self.params.ignore_eos:
+            self.stop_reason = None
         self.error, self.refused = finished.error, finished.refused
         if finished.reason == "stop" and not self.params.include_stop_str_in_output:
             self.hidden = finished.num_output_tokens
@@ -189,7 +195,7 @@ class OutputProcessor:
                 self._add_prompt_logprobs(entry[0], scored)
         for finished in brought.finished:
             if (entry := self._find(finished.request_id)) is not None:
-                entry[1].finish(finished)
+                entry[1].finish(finished, self._usual_eos(entry[0].request))
                 self._touch(*entry)
         if brought.tokens is None:
             return stopped
@@ -219,6 +225,12 @@ class OutputProcessor:
             if self._stops(completion, token_id):
                 stopped.append(request_id)
         return stopped
+
+    def _usual_eos(self, request: AddRequest) -> int | None:
+        """The tokenizer's own end-of-sequence id; without one, the model's if it has but one."""
+        own = None if self._tokenizer is None else self._tokenizer.eos_token_id
+        ids = request.eos_token_ids
+        return next(iter(ids)) if own is None and len(ids) == 1 else own
 
     def _touch(self, group: _Group, completion: _Completion) -> None:
         if not group.touched:

@@ -26,9 +26,9 @@ class CompletionOutput:
     ``logprobs[i]`` maps token ids to the log probabilities of output token ``i``: the sampled token
     first, then the likeliest.  ``text_offsets[i]`` is where that token begins in ``text``; it is
     there with ``logprobs`` and a tokenizer.  ``finish_reason`` is "stop", "length", "abort",
-    "error" or None (unfinished); ``stop_reason`` the stop string or stop id met, None for
-    end-of-sequence; ``error`` what went wrong, None unless that is the reason, and ``refused``
-    whether the request itself asked for what cannot be.
+    "error" or None (unfinished); ``stop_reason`` the stop string or the id that ended it, None for
+    the tokenizer's own end-of-sequence id; ``error`` what went wrong, None unless that is the
+    reason, and ``refused`` whether the request itself asked for what cannot be.
     """
 
     index: int

@@ -135,7 +135,7 @@ class Finished(Struct, frozen=True):
     Attributes:
         reason: "stop", "length" or "error".
         num_output_tokens: how many it has been given.
-        stop_id: the one of ``stop_token_ids`` that ended it; None for end-of-sequence.
+        stop_id: the one of ``stop_token_ids`` or of the end-of-sequence ids that ended it.
         error: what went wrong; None unless that is the reason.
         refused: what the request asks for is why it went wrong.
     """

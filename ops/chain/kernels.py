@@ -25,8 +25,8 @@ from ..linear.csrc import streamable
 from ..linear.desc import LinearDesc
 from ..linear.kernels import STREAM as STREAMED_LINEAR, why_not_streamed
 from . import overlap
-from .row_stages import Scale
-from .stages import Act, AddNorm, Call, Linear, Operands, Stage, State
+from .row_stages import AddNorm, Scale
+from .stages import Act, Call, Linear, Operands, Stage, State
 
 
 class Part(NamedTuple):
@@ -101,6 +101,8 @@ def streamed_layer(layer: Linear, operands: Operands, dtype: torch.dtype, **how:
 
 def why_no_plain_norm(norm: AddNorm) -> str:
     """Why a norm's scale cannot be applied to the sums of the layer behind it."""
+    if norm.center:
+        return "it is a layer norm"
     return "" if norm.offset is None else "the norm's weight has an offset"
 
 
@@ -121,6 +123,8 @@ def _never_streams(stages: tuple[Any, ...]) -> str:
         return "the layer before the norm has an activation"
     if act and (second.activation is not None or second.group_size):
         return "activates no layer with scales of blocks"
+    if norm.center:
+        return "it is a layer norm"
     if norm.reduce and len(stages) > 3 + len(act):
         return "a sum over ranks comes behind a product"
     return ""

@@ -10,6 +10,15 @@ import torch
 from ._call import Call, Expected, Floats, Oracle, rounded, to_e4m3
 
 
+def layer_normed(x: Floats, weight: Floats, eps: float, bias: Floats | None) -> Floats:
+    """x without its mean, over its standard deviation (Ba et al., 2016, eq. 4), times the weight,
+    plus the bias."""
+    width = max(x.shape[-1], 1)
+    mean = x.sum(-1, keepdims=True) / width
+    variance = (x * x).sum(-1, keepdims=True) / width - mean * mean
+    return (x - mean) / np.sqrt(variance + eps) * weight + (0 if bias is None else bias)  # type: ignore[no-any-return]
+
+
 def normed(
     x: Floats, weight: Floats, eps: float, offset: float | None, dtype: torch.dtype
 ) -> Floats:
@@ -21,11 +30,15 @@ def normed(
 
 def norm(call: Call) -> Expected:
     """The norm, with the add before and the quantization behind it if the call has arguments for
-    them; the sum is the last result."""
+    them; the sum is the last result.  A layer norm is what has an argument for a bias."""
     x, dtype, offset = call["x"], call.dtypes["x"], call.values.get("weight_offset")
     if "residual" in call.values:
         x = rounded(x + call["residual"], dtype)
-    results = _quantized(normed(x, call["weight"], call["eps"], offset, dtype), call)
+    if "bias" in call.values:
+        y = layer_normed(x, call["weight"], call["eps"], call["bias"])
+    else:
+        y = normed(x, call["weight"], call["eps"], offset, dtype)
+    results = _quantized(y, call)
     return {**results, len(results): x} if "residual" in call.values else results
 
 

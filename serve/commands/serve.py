@@ -10,14 +10,15 @@ from urllib.parse import urlsplit
 import typer
 
 from ...config import MachineError, UserError
+from ...config.logs import LEVELS, VARIABLE, LogStyle, level_of_environment
 from ...config.numbers import check_counts, check_number
 from ...engine.ranks.torchrun import join_torchrun
-from ..console.failure import say
 from ..console.flags import model_flags, strings
 from ..console.options import checked
 from ..http.intake.hosts import checked_hosts
 
 PARSERS = ("auto", "hermes", "llama3_json", "mistral", "qwen3_coder", "xlam")
+_FORMATS = ("text", "json")
 _MOST_PROCESSES = 64
 _EXTRA = ("fastapi", "uvicorn", "uvloop", "httptools", "zmq", "prometheus_client")
 
@@ -102,6 +103,9 @@ class Limits:
     limit_concurrency: Annotated[
         int, typer.Option(help="Connections that an API process keeps open; 503 beyond.")
     ] = 16384
+    strict_fields: Annotated[
+        bool, typer.Option(help="Refuse requests with fields that are not known.")
+    ] = False
 
     def __post_init__(self) -> None:
         check_counts(0, max_waiting_requests=self.max_waiting_requests)
@@ -111,6 +115,57 @@ class Limits:
         check_number(stall_timeout=self.stall_timeout, max_body_mb=self.max_body_mb)
         if not self.shutdown_timeout >= 0:
             raise UserError(f"shutdown_timeout={self.shutdown_timeout}: expected 0 or more seconds")
+
+
+@dataclass(frozen=True)
+class Log:
+    """Flags of the log, which goes to stderr.
+
+    Raises:
+        UserError: a level, a form or a number is none.
+    """
+
+    log_level: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Least that is logged: {', '.join(LEVELS)}. [default: info, or {VARIABLE}]",
+            show_default=False,
+        ),
+    ] = None
+    log_format: Annotated[str, typer.Option(help=f"Form of a line: {', '.join(_FORMATS)}.")] = (
+        _FORMATS[0]
+    )
+    enable_log_requests: Annotated[
+        bool,
+        typer.Option(
+            "--enable-log-requests/--disable-log-requests",
+            help="Log sizes and sampling of each request, never its text.",
+        ),
+    ] = False
+    disable_log_stats: Annotated[
+        bool, typer.Option("--disable-log-stats", help="No lines of load.")
+    ] = False
+    log_stats_interval: Annotated[
+        float, typer.Option(help="Seconds between two lines of load, while anything runs.")
+    ] = 10.0
+    disable_uvicorn_access_log: Annotated[
+        bool, typer.Option("--disable-uvicorn-access-log", help="No lines of successful answers.")
+    ] = False
+    disable_access_log_for_endpoints: Annotated[
+        str, typer.Option(help="Paths without such lines, separated by commas.")
+    ] = "/health,/live,/load,/metrics,/ping,/version,/"
+
+    def __post_init__(self) -> None:
+        named = {"log_level": (*LEVELS, None), "log_format": _FORMATS}
+        for name, known in named.items():
+            if (value := getattr(self, name)) not in known:
+                expected = ", ".join(filter(None, known))
+                raise UserError(f"{name}={value!r}: expected one of {expected}")
+        check_number(log_stats_interval=self.log_stats_interval)
+
+    def style(self) -> LogStyle:
+        level = self.log_level or level_of_environment() or "info"
+        return LogStyle(level, json=self.log_format == "json")
 
 
 @model_flags
@@ -123,6 +178,7 @@ def serve(
         list[str] | None, typer.Option(help="Name of the model in requests (repeatable).")
     ] = None,
     limits: Limits,
+    log: Log,
     otlp_endpoint: Annotated[
         str | None, typer.Option(help="Collector of OpenTelemetry traces: http://HOST:4318.")
     ] = None,
@@ -130,7 +186,7 @@ def serve(
         str, typer.Option(help=f"How the model calls tools: {', '.join(PARSERS)}.")
     ] = "auto",
 ) -> None:
-    """Serve OpenAI's API over HTTP, with the engine in a process of its own.
+    """Serve OpenAI's and Anthropic's API over HTTP, with the engine in a process of its own.
 
     SIGTERM or Ctrl-C lets open requests finish; a second one ends them with an answer.
     """
@@ -156,12 +212,20 @@ def serve(
         allowed_origins=strings(access.allowed_origins or ""),
         allowed_hosts=checked_hosts(access.allowed_host) if access.allowed_host else None,
         otlp_endpoint=_collector(otlp_endpoint),
+        strict_fields=limits.strict_fields,
         tool_format=None if tool_call_parser == "auto" else tool_call_parser,
+        log=state.LogSettings(
+            style=log.style(),
+            answers=not log.disable_uvicorn_access_log,
+            without=strings(log.disable_access_log_for_endpoints),
+            requests=log.enable_log_requests,
+            stats_s=None if log.disable_log_stats else log.log_stats_interval,
+        ),
     )
     certificate, key = (str(f) if f else None for f in (address.ssl_certfile, address.ssl_keyfile))
     endpoint = life.Endpoint(address.host, address.port, certificate, key)
     counts = limits.api_server_count, limits.data_parallel_size
-    life.run_server(options, settings, endpoint, say, *counts)
+    life.run_server(options, settings, endpoint, *counts)
 
 
 def _import() -> tuple[Any, Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import select
 import sys
 import traceback
 from typing import Any, NoReturn, TextIO
@@ -54,15 +53,6 @@ def flush() -> None:
         sys.stderr.flush()
     except (OSError, ValueError):
         _discard(2, sys.stderr)
-
-
-def say(line: str) -> None:
-    """Print a line of a program that goes on to stderr, unless nobody takes it there: what serves
-    others neither ends nor waits because the reader of a pipe does."""
-    with contextlib.suppress(OSError, ValueError):
-        _, takes, _ = select.select([], [sys.stderr], [], 0)
-        if takes:
-            typer.echo(line, err=True)
 
 
 def report(error: BaseException, *, debug: bool) -> int:

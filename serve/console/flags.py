@@ -58,7 +58,7 @@ SAMPLING: tuple[OptionSpec, ...] = (
     _sampling("repetition_penalty", "float", "above 1 discourages what occurred", 1.0),
     _sampling("presence_penalty", "float", "subtracted once from what was generated", 0.0),
     _sampling("frequency_penalty", "float", "subtracted per occurrence generated", 0.0),
-    _sampling("logprobs", "int", "log probabilities of this many tokens a step (with --json)"),
+    _sampling("logprobs", "int", "log probabilities of this many tokens a step; needs --json"),
     _sampling("n", "int", "outputs a prompt", 1),
 )
 

@@ -9,7 +9,6 @@ from .table import line_width, table, wrap
 
 _SHORTEST_S = 0.005
 """Shorter phases would be listed as 0.00 s."""
-_SHORTEST_SAID_S = 0.05
 
 
 def summary(facts: dict[str, Any], stream: TextIO | None = None) -> str:
@@ -110,20 +109,6 @@ def startup_table(
             parts = [(name, took) for name, took in compile_s.items() if took >= _SHORTEST_S]
             rows += [[f"  {name}", "", _seconds(took)] for name, took in parts]
     return table(rows, stream=stream)
-
-
-def ready_s(startup: Mapping[str, Any]) -> float:
-    """When the engine was ready, in seconds from the process's birth."""
-    ends = (phase["begin_s"] + phase["seconds"] for phase in startup["phases"])
-    return max(ends, default=float(startup["imports_s"]))
-
-
-def startup_line(startup: Mapping[str, Any]) -> str:
-    """A line on the time of a start and of its longest phases."""
-    phases = [("python and imports", startup["imports_s"])]
-    phases += [(p["name"], p["seconds"]) for p in startup["phases"] if not p["beside"]]
-    longest = [f"{name} {took:.1f}" for name, took in phases if took >= _SHORTEST_SAID_S]
-    return f"{ready_s(startup):.1f} s ({', '.join(longest)})"
 
 
 def _seconds(seconds: float) -> str:

@@ -18,26 +18,36 @@ from ...config import UserError
 from .endpoints.chat import chat_completions
 from .endpoints.completions import completions
 from .endpoints.events import ClientGone
+from .endpoints.messages import count_tokens, messages
 from .endpoints.responses import responses
 from .endpoints.service import (
     abort_requests,
+    api_page,
     detokenize,
     health,
     live,
+    load,
     metrics,
     model,
     models,
+    reset_prefix_cache,
+    server_info,
     status_page,
     tokenize,
     version,
 )
+from .endpoints.sleep import is_sleeping, sleep, wake_up
 from .guard import Guard
+from .intake.answer_log import GONE, REASON
 from .intake.errors import ApiError, api_error, json_response
+from .intake.fields import why_no_path
 from .intake.protocol import (
     AbortRequest,
     ChatRequest,
     CompletionRequest,
+    CountTokensRequest,
     DetokenizeRequest,
+    MessagesRequest,
     ResponsesRequest,
     TokenizeRequest,
 )
@@ -49,20 +59,35 @@ POSTS: tuple[tuple[str, _Endpoint, type[BaseModel]], ...] = (
     ("/v1/completions", completions, CompletionRequest),
     ("/v1/chat/completions", chat_completions, ChatRequest),
     ("/v1/responses", responses, ResponsesRequest),
+    ("/v1/messages", messages, MessagesRequest),
+    ("/v1/messages/count_tokens", count_tokens, CountTokensRequest),
     ("/tokenize", tokenize, TokenizeRequest),
     ("/detokenize", detokenize, DetokenizeRequest),
     ("/abort_requests", abort_requests, AbortRequest),
 )
+ACTIONS: tuple[tuple[str, _Endpoint], ...] = (("/sleep", sleep), ("/wake_up", wake_up))
+"""POST without a body."""
 GETS: tuple[tuple[str, _Endpoint], ...] = (
     ("/v1/models", models),
     ("/v1/models/{name:path}", model),
     ("/live", live),
     ("/health", health),
+    ("/is_sleeping", is_sleeping),
+    ("/ping", health),
+    ("/load", load),
     ("/version", version),
+    ("/server_info", server_info),
+    ("/docs", api_page),
     ("/", status_page),
     ("/metrics", metrics),
 )
 
+
+BARE_POSTS: tuple[tuple[str, _Endpoint], ...] = (
+    ("/ping", health),
+    ("/reset_prefix_cache", reset_prefix_cache),
+)
+"""Those that take no body."""
 
 _NAME = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
 
@@ -88,9 +113,13 @@ def make_app(state: ServerState) -> ASGIApp:
         app.add_api_route(
             path, endpoint, methods=["POST"], response_model=None, openapi_extra=_takes(kind)
         )
+    for path, act in ACTIONS:
+        app.add_api_route(path, act, methods=["POST"], response_model=None)
     for path, read in GETS:
         extra = {"parameters": _NAME} if "{name" in path else None
         app.add_api_route(path, read, methods=["GET"], response_model=None, openapi_extra=extra)
+    for path, act in BARE_POSTS:
+        app.add_api_route(path, act, methods=["POST"], response_model=None)
     for kind_of_error in (ApiError, UserError, HTTPException, Exception):
         app.add_exception_handler(kind_of_error, _answer)
     for gone in (ClientGone, ClientDisconnect):
@@ -129,11 +158,18 @@ def _inlined(schema: Any, nested: dict[str, Any]) -> Any:
 
 async def _answer(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        what = "no such path" if error.status_code == 404 else error.detail
+        what = error.detail
+        if error.status_code == 404:
+            what = (
+                why_no_path(request.url.path) or "no such path; /docs lists those that are served"
+            )
         error = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {what}")
-    return api_error(error).response()
+    answer = api_error(error)
+    request.scope[REASON] = answer.message
+    return answer.response(request.url.path)
 
 
 async def _nobody(request: Request, error: Exception) -> Response:
     """The answer to a client that is gone; 499 is how proxies log it."""
+    request.scope[REASON] = GONE
     return json_response(None, 499)

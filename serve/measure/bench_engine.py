@@ -71,7 +71,7 @@ def throughput(
     runs: Runs,
     result: Result,
     plot: Annotated[
-        Path | None, typer.Option(help="Plot throughput over latency of each rate to this PNG.")
+        Path | None, typer.Option(help="Plot throughput over latency, and TTFT, to this PNG.")
     ] = None,
     frontends: Annotated[
         bool, typer.Option("--async", help="Compare AsyncLLM with one batch of LLM.generate.")

@@ -76,7 +76,7 @@ def serve(
     ] = False,
     result: Result,
     plot: Annotated[
-        Path | None, typer.Option(help="Plot throughput over latency of each rate to this PNG.")
+        Path | None, typer.Option(help="Plot throughput over latency, and TTFT, to this PNG.")
     ] = None,
 ) -> None:
     """Throughput and latencies of requests over HTTP; --offline: beside those of LLM.generate.

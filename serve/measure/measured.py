@@ -68,7 +68,7 @@ def check_picture(picture: Path | None) -> None:
     """Refuse a picture that could not be drawn, before anything is measured."""
     writable("plot", picture)
     if picture is not None:
-        from ...bench.plots import check_drawing
+        from ...bench.charts import check_drawing
 
         check_drawing()
 

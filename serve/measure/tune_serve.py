@@ -53,7 +53,7 @@ def serve(
     ] = Path("tune-serve.json"),
     json_output: Json = False,
     plot: Annotated[
-        Path | None, typer.Option(help="Plot goodput over max_num_seqs to this PNG.")
+        Path | None, typer.Option(help="Draw the goodput of each point as a map to this PNG.")
     ] = None,
     profile: Annotated[
         bool,

@@ -170,6 +170,40 @@ def test_a_template_renders_as_transformers_renders_it(name: str) -> None:
     assert num_refused < 0.9 * len(SHAPES) * len(VARIABLES)
 
 
+@pytest.mark.parametrize("text", ["The sum is", " The sum is ", "x\n"], ids=repr)
+@pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.jinja")))
+def test_a_last_message_is_continued_as_in_transformers(name: str, text: str) -> None:
+    source, takes = (FOLDER / f"{name}.jinja").read_text(), TAKES.get(name, Takes())
+    template = ChatTemplate(source, SPECIAL, name)
+    options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": True}
+    options["tools"] = [TOOL]
+    for content in (text, [{"type": "text", "text": "A"}, {"type": "text", "text": text}]):
+        sent = [USER, answer(content=content)]
+        right = reference(source, takes, sent, options)
+        assert template.render(sent, **options) == right
+        assert right.rstrip().endswith(text.strip())
+
+
+@pytest.mark.parametrize(
+    ("last", "begins", "error"),
+    [
+        (answer(content="a"), True, "add_generation_prompt=False"),
+        (answer(content="", tool_calls=calls(X)), False, "must have text, and no calls"),
+        (answer(content="a", tool_calls=calls(X)), False, "must have text, and no calls"),
+        (answer(content=None), False, "must have text"),
+        ({"role": "tool", "content": "a"}, False, "does not show the last message"),
+    ],
+)
+def test_what_cannot_be_continued_is_one_error(
+    last: dict[str, Any], begins: bool, error: str
+) -> None:
+    source = "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(UserError, match=f"continue_final_message: .*{error}"):
+        ChatTemplate(source, SPECIAL, "x").render(
+            [USER, last], add_generation_prompt=begins, continue_final_message=True
+        )
+
+
 @pytest.mark.parametrize(
     ("source", "variables"),
     [
@@ -263,9 +297,9 @@ def test_a_variable_that_no_template_reads_is_refused() -> None:
     )
     assert both.variables == {"x", "bos_token", "tools"}
     both.check_variables(["x", "tools"])
-    for name in ("a", "b", "t", "strftime_now", "documents", "self", "X"):
+    for name in ("a", "b", "t", "strftime_now", "documents", "X"):
         with pytest.raises(UserError, match=f"{name}: the chat template of .* bos_token, tools, x"):
             both.check_variables([name])
-    for name in ("messages", "add_generation_prompt"):
+    for name in ("messages", "add_generation_prompt", "continue_final_message", "self"):
         with pytest.raises(UserError, match=f"{name}: this name is taken"):
             both.check_variables([name])

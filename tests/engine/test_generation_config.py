@@ -107,7 +107,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "tokenizer_config.json").write_text(
         json.dumps(config | {"extra_special_tokens": extra})
     )
-    write(made, {"eos_token_id": [257, 5000], "temperature": 0.0, "max_new_tokens": 3})
+    write(made, {"eos_token_id": [257, 90, 5000], "temperature": 0.0, "max_new_tokens": 3})
     return made
 
 
@@ -119,7 +119,7 @@ def test_ids_that_the_model_does_not_have_are_told_once_and_left_out(
     assert TOKENIZER.tokens_from(272) == []
     assert TOKENIZER.tokens_from(257)[:1] == ["<|eos|>"]
     found = within_vocabulary(find_eos_token_ids(folder, tokenizer), tokenizer, 272)
-    assert found == {257}
+    assert found == {90, 257}
     ends, tokens = (record.getMessage() for record in said)
     assert ends.startswith("end-of-sequence ids [5000]: the model gives 0..271")
     assert "tokens have ids outside the model's vocabulary of 272" in tokens
@@ -148,6 +148,17 @@ def test_a_request_without_parameters_has_those_of_the_model(
             len(outputs[1].outputs[0].token_ids),
         ]
         assert not any(o.error for o in outputs)
+        # Each end tells its id, but for the tokenizer's own, of which vLLM tells nothing either.
+        for token_id, more, reason in (
+            (90, {}, 90),
+            (257, {}, None),
+            (257, {"stop_token_ids": [257]}, None),
+            (257, {"stop_token_ids": [257], "ignore_eos": True}, 257),
+            (65, {"stop_token_ids": [65]}, 65),
+        ):
+            ends = SamplingParams(temperature=0.0, logit_bias={token_id: 100.0}, **more)
+            (output,) = llm.generate(["1+1="], ends, use_tqdm=False)[0].outputs
+            assert (output.finish_reason, output.stop_reason) == ("stop", reason)
         for text in ("<extra 19>", [271, 272]):
             with pytest.raises(UserError, match=r"outside the vocabulary, 0\.\.271"):
                 llm.generate([text], wanted, use_tqdm=False)

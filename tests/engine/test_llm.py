@@ -187,7 +187,7 @@ def test_chat_uses_the_template() -> None:
         (None, {}, "messages is of type NoneType: expected a list of"),
         (["1+2"], {}, "messages '1\\+2': expected a list of"),
         ([[]], {}, "messages is empty"),
-        ([], {"continue_final_message": True}, r"continue_final_message=True: generate from"),
+        (["1"], {"continue_final_message": True}, "continue_final_message: a generation prompt"),
         ([], {"chat_template": "x"}, r"chat_template='x': give LLM\(chat_template=…\)"),
         ([], {"chat_template_kwargs": 5}, "chat_template_kwargs=5: expected a mapping"),
         ([], {"chat_template_kwargs": {"x": 1}}, "chat_template_kwargs.x: .* reads: bos_token"),
@@ -219,8 +219,10 @@ def test_ten_seconds_of_steps_are_a_line_in_the_log(said: list[logging.LogRecord
     assert engine.stats is not None and not said
     engine.stats.add_step(20.0)
     (line,) = [record.getMessage() for record in said]
-    assert line.startswith("prompts 1.8 tokens/s, output 0.8 tokens/s; 1 requests running, 0 wait")
-    assert "KV cache 4.7 % in use" in line and said[0].name.startswith("fusewright.")
+    assert line == (
+        "running 1, waiting 0; in 1.8 tokens/s, out 0.8 tokens/s; KV cache 4.7 % in use, prefix "
+        "cache hits 66.7 %"
+    )
     engine.stats.add_step(9.0)
     assert len(said) == 1
     engine.stats = None

@@ -106,7 +106,7 @@ def test_the_step_after_the_end_is_discarded() -> None:
     scheduler.add(a)
     first, second = scheduler.schedule(), scheduler.schedule()
     run(scheduler, first, EOS)
-    assert a.finish_reason == "stop" and a.stop_id is None
+    assert a.finish_reason == "stop" and a.stop_id == EOS
     assert scheduler.pool.num_free == scheduler.pool.num_blocks, "blocks return at once"
     run(scheduler, second)
     assert a.output_token_ids == [EOS]

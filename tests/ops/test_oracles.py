@@ -262,6 +262,10 @@ MISTAKES: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
     ],
     "keep_tokens": [("slots", lambda slots: slots.flip(0)), ("token_ids", next_token)],
     "write_inputs": [("last_tokens", off_by_one), ("packed", off_by_one)],
+    **{
+        f"{add}layer_norm": [("x", lambda x: x.abs()), ("weight", percent), ("bias", torch.neg)]
+        for add in ("", "add_")
+    },
     "quant_fp8_static": [("scale", lambda s: s * 1.3), ("x", torch.neg)],
     "quant_fp8_dynamic": [("x", percent), ("x", torch.neg)],
     **{

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from fusewright.serve.commands.serve import PARSERS
 from fusewright.serve.http.endpoints.response_items import Items
-from fusewright.serve.http.tool_calls.call_reader import FORMATS, CallReader, detect
+from fusewright.serve.http.tool_calls.call_reader import FORMATS, CallReader, detect, divided
 from fusewright.serve.http.tool_calls.json_scan import MAX_DEPTH, JsonScan
 
 Called = tuple[str, Any]
@@ -34,9 +34,9 @@ def read(form: str, pieces: list[str], **options: Any) -> tuple[str, list[Called
     """Content, calls with their arguments decoded strictly, and the reason for a cut output."""
     reader, content, calls = CallReader(FORMATS[form], schemas=SCHEMAS, **options), "", []
     for piece in pieces:
-        more, new = reader.push(piece)
+        more, new = divided(reader.push(piece))
         content, calls = content + more, calls + new
-    more, new = reader.finish()
+    more, new = divided(reader.finish())
     content, calls = content + more, calls + new
     assert reader.num_calls == len(calls) == len({call.call_id for call in calls})
     found = [(call.name, msgspec.json.decode(call.arguments)) for call in calls]
@@ -176,8 +176,8 @@ def test_what_is_no_call_is_content_unchanged(form: str, text: str) -> None:
 
 def test_content_is_not_held_back_once_it_can_be_no_call() -> None:
     reader = CallReader(FORMATS["hermes"])
-    assert reader.push('Wait <tool_call>{"name": ') == ("Wait ", [])
-    assert reader.push("N") == ('<tool_call>{"name": N', [])
+    assert divided(reader.push('Wait <tool_call>{"name": ')) == ("Wait ", [])
+    assert divided(reader.push("N")) == ('<tool_call>{"name": N', [])
 
 
 _PARTS = st.sampled_from(
@@ -259,7 +259,7 @@ def test_ids_are_as_templates_want_them() -> None:
     for form, wanted in (("mistral", "[A-Za-z0-9]{9}"), ("hermes", "call_[0-9a-f]{24}")):
         for is_call, text in ((False, FORMATS[form].start + F1), (True, F1)):
             reader = CallReader(FORMATS[form], is_call=is_call)
-            calls = reader.push(text)[1] + reader.finish()[1]
+            calls = divided(reader.push(text) + reader.finish())[1]
             assert [bool(re.fullmatch(wanted, call.call_id)) for call in calls] == [True]
 
 
@@ -268,7 +268,7 @@ def test_calls_of_a_required_list_come_one_by_one() -> None:
         for pieces in cuts(text):
             assert read("hermes", pieces, is_call=True) == ("", [ONE, NONE], "tool_calls")
     reader = CallReader(None, is_call=True)
-    assert [call.name for call in reader.push(f"[{F1}")[1]] == ["f"]
+    assert [call.name for call in divided(reader.push(f"[{F1}"))[1]] == ["f"]
     content, calls, reason = read("xlam", [f"[{F1}, {G[:9]}"], is_call=True)
     assert (content.lstrip(", "), calls, reason) == (G[:9], [ONE], "length")
 
@@ -302,7 +302,7 @@ def test_calls_are_the_reason_unless_the_output_was_cut_behind_them(
 def test_arguments_are_the_text_that_the_model_wrote() -> None:
     written = '{"big": 123456789012345678901234567890, "x": 1.10,  "s": "\\u00e9"}'
     reader = CallReader(FORMATS["hermes"])
-    (call,) = reader.push(hermes(body("f", written)))[1]
+    (call,) = reader.push(hermes(body("f", written)))
     assert call.arguments == written
 
 

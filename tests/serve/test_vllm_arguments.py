@@ -188,7 +188,9 @@ def test_a_file_has_flags_as_keys_and_the_command_line_wins(tmp_path: Path) -> N
     ("line", "told"),
     [
         ("serve --enable-lora", "enable_lora=True: LoRA adapters are not served; merge"),
-        ('serve --hf-overrides {"a":1}', "copy the model's folder"),
+        ('serve --hf-overrides {"a":1', "hf_overrides='{\"a\":1': not JSON: Expecting"),
+        ("serve --hf-overrides [1]", "hf_overrides='[1]': expected an object, such as"),
+        ('run -p 1 --hf-overrides {"vocab_size":-1}', "vocab_size"),
         ("serve --chat-template no.jinja", "chat_template='no.jinja': no such file"),
         ("serve --kv-transfer-config", "--kv-transfer-config: expected a value"),
         ("serve --config none.yaml", "--config none.yaml: cannot be read"),

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from ..intake.errors import ApiError, body_too_large, invalid
+from ..intake.protocol import Fields
 from ..jobs.state import ServerState
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -25,6 +26,13 @@ async def read(request: Request, kind: type[_Model]) -> _Model:
             is wrong.
     """
     state: ServerState = request.app.state.server
+    body = await _parsed(request, state, kind)
+    if isinstance(body, Fields):
+        state.fields.check(body)
+    return body
+
+
+async def _parsed(request: Request, state: ServerState, kind: type[_Model]) -> _Model:
     most = state.settings.max_body_bytes
     _check_head(request, most)
     data = bytearray()

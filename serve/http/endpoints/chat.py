@@ -13,7 +13,7 @@ from ....engine.frontend.outputs import RequestOutput
 from ..intake.errors import ApiError, as_json, json_response
 from ..intake.protocol import ChatRequest
 from ..jobs.state import Job, ServerState
-from ..tool_calls.call_reader import CallReader
+from ..tool_calls.call_reader import Call, CallReader, divided
 from .body import read
 from .events import Delta, EventStream, chunks, head, usage, whole
 from .generation import conversation
@@ -53,17 +53,21 @@ def _check(body: ChatRequest) -> None:
 def _answer(
     job: Job, body: ChatRequest, output: RequestOutput, num_top: int, tools: Tools
 ) -> dict[str, Any]:
-    choices = []
+    choices, echoed = [], _echoed(body)
     for completion in output.outputs:
-        message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
+        content, calls = completion.text, list[Call]()
         finish_reason = completion.finish_reason
         if (reader := tools.reader()) is not None:
-            content, calls = reader.push(completion.text)
-            rest, last = reader.finish()
-            if calls := calls + last:
-                message["tool_calls"] = [call.to_json() for call in calls]
+            content, calls = divided([*reader.push(completion.text), *reader.finish()])
             finish_reason = reader.finish_reason(finish_reason)
-            message["content"] = content + rest if content + rest or not calls else None
+        content = echoed + content
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": content if content or not calls else None,
+            "refusal": None,
+        }
+        if calls:
+            message["tool_calls"] = [call.to_json() for call in calls]
         choice: dict[str, Any] = {
             "index": completion.index,
             "message": message,
@@ -91,21 +95,42 @@ def _answer(
     return answer
 
 
+def _echoed(body: ChatRequest) -> str:
+    """The text that ``echo`` repeats: of the last message, if the answer is by the same role."""
+    last = body.messages[-1]
+    if not body.echo or (
+        last.get("role") != "assistant" and body.add_generation_prompt is not False
+    ):
+        return ""
+    content = last.get("content")
+    texts = [part.get("text") for part in content] if isinstance(content, list) else [content]
+    return "\n".join(text for text in texts if isinstance(text, str))
+
+
 def _stream(job: Job, body: ChatRequest, num_top: int, tools: Tools) -> AsyncGenerator[bytes, None]:
     started: set[int] = set()
     readers: dict[int, CallReader | None] = {}
+    echoed = _echoed(body)
 
-    def choice(delta: Delta) -> dict[str, Any]:
-        message: dict[str, Any] = {"content": delta.text}
+    def choice(delta: Delta) -> dict[str, Any] | None:
+        text, calls = delta.text, list[dict[str, Any]]()
         finish_reason = delta.output.finish_reason
         if delta.index not in readers:
             readers[delta.index] = tools.reader()
         if (reader := readers[delta.index]) is not None:
-            message = _read(reader, delta)
+            text, calls = _read(reader, delta)
             finish_reason = reader.finish_reason(finish_reason)
-        if delta.index not in started:
-            started.add(delta.index)
-            message = {"role": "assistant", **message}
+        is_first = delta.index not in started
+        text = echoed + text if is_first else text
+        is_told = text or calls or finish_reason is not None
+        if not is_told and delta.logprobs is None and not body.return_token_ids:
+            return None
+        message: dict[str, Any] = {"role": "assistant"} if is_first else {}
+        started.add(delta.index)
+        if text or (is_first and not calls):
+            message["content"] = text
+        if calls:
+            message["tool_calls"] = calls
         logprobs = None
         if delta.logprobs is not None:
             logprobs = chat_logprobs(delta.logprobs, num_top, body.return_tokens_as_token_ids)
@@ -120,15 +145,11 @@ def _stream(job: Job, body: ChatRequest, num_top: int, tools: Tools) -> AsyncGen
     return chunks(job, body, head(job, "chat.completion.chunk"), choice)
 
 
-def _read(reader: CallReader, delta: Delta) -> dict[str, Any]:
+def _read(reader: CallReader, delta: Delta) -> tuple[str, list[dict[str, Any]]]:
     """The content and the complete calls that a delta adds to a message."""
     first = reader.num_calls
-    content, calls = reader.push(delta.text)
+    parts = reader.push(delta.text)
     if delta.output.finish_reason is not None:
-        rest, last = reader.finish()
-        content, calls = content + rest, calls + last
-    message: dict[str, Any] = {"content": content or None}
-    if calls:
-        numbered = enumerate(calls, start=first)
-        message["tool_calls"] = [{"index": number, **call.to_json()} for number, call in numbered]
-    return message
+        parts += reader.finish()
+    content, calls = divided(parts)
+    return content, [{"index": n, **call.to_json()} for n, call in enumerate(calls, start=first)]

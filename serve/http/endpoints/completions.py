@@ -38,10 +38,8 @@ async def completions(request: Request) -> Response:
 
 
 def _check(body: CompletionRequest) -> None:
-    if body.suffix:
-        raise ApiError(400, "suffix is not served; leave it out", param="suffix")
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise ApiError(400, "best_of is not served; leave it out, or set n", param="best_of")
+        raise ApiError(400, "best_of: give n alone; all n outputs come back", param="best_of")
     if body.max_tokens == 0 and (not body.echo or body.stream):
         raise ApiError(400, "max_tokens=0: expected 1, or echo without stream", param="max_tokens")
 
@@ -140,8 +138,11 @@ def _stream(state: ServerState, job: Job, body: CompletionRequest) -> AsyncGener
     echoes: dict[int, int] = {}
     as_ids = bool(body.return_tokens_as_token_ids)
 
-    def choice(delta: Delta) -> dict[str, Any]:
+    def choice(delta: Delta) -> dict[str, Any] | None:
         is_first = delta.index not in echoes
+        is_told = delta.text or delta.output.finish_reason is not None or (is_first and body.echo)
+        if not is_told and delta.logprobs is None and not body.return_token_ids:
+            return None
         echoed = _prompt_text(state, job, delta.prompt) if body.echo and is_first else ""
         before = echoes.setdefault(delta.index, len(echoed))
         logprobs = None

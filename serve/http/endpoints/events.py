@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ....engine.frontend.outputs import CompletionOutput, Logprob, RequestOutput
+from ..intake.answer_log import GONE, REASON
 from ..intake.errors import ApiError, api_error
 from ..jobs.state import Job, ServerState
 
@@ -124,17 +125,24 @@ class EventStream(Response):
 
     Args:
         events: what to send; several events may come as one piece.
+        failed: the event that tells of an error.
         done: what ends the stream.
     """
 
     def __init__(
-        self, state: ServerState, job: Job, events: AsyncGenerator[bytes, None], done: bytes = DONE
+        self,
+        state: ServerState,
+        job: Job,
+        events: AsyncGenerator[bytes, None],
+        failed: Callable[[ApiError], bytes] = lambda error: event(error.body()),
+        done: bytes = DONE,
     ) -> None:
         super().__init__(None, 200, media_type="text/event-stream")
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
         self.headers["x-request-id"] = job.name
-        self._state, self._job, self._events, self._done = state, job, events, done
+        self._state, self._job, self._events = state, job, events
+        self._failed, self._done = failed, done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with listening(self._state, self._job, receive):
@@ -145,9 +153,12 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
                 last = self._done
             except ClientGone:
+                scope[REASON] = GONE
                 return
             except Exception as error:  # the status is sent: an event has to tell
-                last = event(api_error(error).body()) + self._done
+                answer = api_error(error)
+                scope[REASON] = answer.message
+                last = self._failed(answer) + self._done
             finally:
                 await self._events.aclose()
             await send({"type": "http.response.body", "body": last, "more_body": False})
@@ -158,6 +169,11 @@ _encoder = msgspec.json.Encoder()
 
 def event(content: Any) -> bytes:
     return b"data: " + _encoder.encode(content) + b"\n\n"
+
+
+def named_event(content: dict[str, Any]) -> bytes:
+    """An event with its ``type`` as its name."""
+    return f"event: {content['type']}\n".encode() + event(content)
 
 
 def head(job: Job, kind: str) -> dict[str, Any]:
@@ -186,35 +202,39 @@ class UsageCount:
         self._num_cached_of: dict[int, int] = {}
         self._num_cached = 0
 
-    def add(self, chunk: dict[str, Any], delta: Delta) -> dict[str, Any]:
-        """Count a delta; returns its event with what the client wants to know."""
+    def add(self, delta: Delta) -> None:
         self._num_output += len(delta.token_ids)
         num_cached = delta.request.num_cached_tokens
         self._num_cached += num_cached - self._num_cached_of.get(delta.prompt, 0)
         self._num_cached_of[delta.prompt] = num_cached
+
+    def so_far(self) -> dict[str, Any]:
+        """The part of an event that the client wants to have of it."""
         if self._always:
-            chunk["usage"] = self.total()
-        elif self.at_end:
-            chunk["usage"] = None
-        return chunk
+            return {"usage": self.total()}
+        return {"usage": None} if self.at_end else {}
 
     def total(self) -> dict[str, Any]:
         return usage(self._num_prompt, self._num_output, self._num_cached)
 
 
 async def chunks(
-    job: Job, body: Any, head: dict[str, Any], choice: Callable[[Delta], dict[str, Any]]
+    job: Job, body: Any, head: dict[str, Any], choice: Callable[[Delta], dict[str, Any] | None]
 ) -> AsyncGenerator[bytes, None]:
     """The events of a completion: one for each delta with its ``choice``, then the usage if the
-    client wants it.  ``head`` is what all of them share."""
+    client wants it.  A delta of which there is nothing to tell, such as a part of a character, has
+    none.  ``head`` is what all events share."""
     count = UsageCount(job, body)
     async for gained in deltas(job):
         pieces = []
         for delta in gained:
-            choice_of_delta = choice(delta)
+            count.add(delta)
+            if (choice_of_delta := choice(delta)) is None:
+                continue
             if body.return_token_ids:
                 choice_of_delta["token_ids"] = delta.token_ids
-            pieces.append(event(count.add({**head, "choices": [choice_of_delta]}, delta)))
-        yield b"".join(pieces)
+            pieces.append(event({**head, "choices": [choice_of_delta], **count.so_far()}))
+        if pieces:
+            yield b"".join(pieces)
     if count.at_end:
         yield event({**head, "choices": [], "usage": count.total()})

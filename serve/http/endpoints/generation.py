@@ -1,5 +1,5 @@
-"""What the body of a completion, a chat or a response asks of the engine: its prompt, its sampling
-and the tools that it may call."""
+"""What the body of a completion, a chat, a response or a message asks of the engine: its prompt,
+its sampling and the tools that it may call."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from ....config import UserError
+from ....engine.frontend.chat_template import TAKEN
 from ....engine.frontend.grammar import form_grammar, json_grammar
 from ....engine.frontend.inputs import Prompt
 from ....engine.messages.sampling_params import SamplingParams
@@ -15,9 +16,10 @@ from ..intake.errors import ApiError, api_error
 from ..intake.protocol import (
     ChatRequest,
     Generation,
+    MessagesRequest,
     ResponsesRequest,
     StructuredOutputs,
-    TokenizeRequest,
+    Templated,
 )
 from ..jobs.state import ServerState
 from .tools import Tools, tools_of, with_marks
@@ -27,14 +29,20 @@ _LITTLE = 1000
 """Characters and values that are worked on at once: a thread would take longer to wake up."""
 _VALUE = 20
 """Characters that a list, an object or a number counts for."""
+_GUIDED = ("json", "regex", "choice", "grammar")
+"""Older vLLM has these of ``structured_outputs`` as fields, behind ``guided_``."""
 _ANY_OBJECT = {"type": "object"}
 _SAMPLING = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty"),
     *("presence_penalty", "frequency_penalty", "max_tokens", "min_tokens", "stop"),
     *("stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
-    "bad_words",
+    *("bad_words", "allowed_token_ids", "truncate_prompt_tokens"),
 )
 """Fields of a body that are fields of ``SamplingParams``."""
+
+
+OF_CHATS = ("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids")
+"""Fields of all bodies that ask for parts which answers of completions and chats alone have."""
 
 
 class Conversation(NamedTuple):
@@ -45,9 +53,16 @@ class Conversation(NamedTuple):
     tools: Tools
 
 
+def refuse(body: Generation, names: Iterable[str], why: str) -> None:
+    """Raise ``ApiError`` if one of these fields is given."""
+    for name in names:
+        if getattr(body, name) is not None:
+            raise ApiError(400, f"{name}: {why}", param=name)
+
+
 async def conversation(
     state: ServerState,
-    body: ChatRequest | ResponsesRequest,
+    body: ChatRequest | ResponsesRequest | MessagesRequest,
     messages: Sequence[Mapping[str, Any]],
     **asked: Any,
 ) -> Conversation:
@@ -70,7 +85,7 @@ async def conversation(
         params = sampling_params(body, inputs.default_sampling, **asked)
         return with_marks(params, tools, inputs.tokenizer), tools
 
-    forms = (body.response_format, body.structured_outputs, body.tools)
+    forms = (body.response_format, body.structured_outputs, body.guided_json, body.tools)
     params, tools = await work_on(state, plan, forms)
     with state.preparing(params.n):
         prompt = await render(state, body, messages, tools.tools)
@@ -79,7 +94,7 @@ async def conversation(
 
 async def render(
     state: ServerState,
-    body: ChatRequest | ResponsesRequest | TokenizeRequest,
+    body: Templated,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None,
 ) -> Prompt:
@@ -92,17 +107,16 @@ async def render(
     Raises:
         ApiError: a variable or a message is bad.
     """
-    inputs, variables = state.client.inputs, dict(body.chat_template_kwargs or {})
-    try:
-        inputs.check_template_variables(variables)
-    except UserError as error:
-        raise api_error(error, "chat_template_kwargs") from error
+    inputs, variables = state.client.inputs, _variables(state, body)
     if tools:
         variables["tools"] = tools
+    continues = body.continue_final_message is True
+    begins = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     make = partial(
         inputs.chat_prompt,
         messages,
-        add_generation_prompt=getattr(body, "add_generation_prompt", None) is not False,
+        add_generation_prompt=begins,
+        continue_final_message=continues,
         add_special_tokens=body.add_special_tokens is True,
         **variables,
     )
@@ -110,6 +124,36 @@ async def render(
         return await work_on(state, make, (messages, variables))
     except UserError as error:
         raise api_error(error, "messages") from error
+
+
+def _variables(state: ServerState, body: Templated) -> dict[str, Any]:
+    """The variables of the chat template that a body sets; the log tells of those that the template
+    does not read.
+
+    Raises:
+        ApiError: the name of one is taken, or the template does not read it and the server is
+            strict.
+    """
+    inputs, given = state.client.inputs, dict(body.chat_template_kwargs or {})
+    try:
+        read = inputs.require_tokenizer().chat_templates.variables
+        inputs.check_template_variables(
+            name for name in given if name in TAKEN or (state.fields.strict and name not in read)
+        )
+    except UserError as error:
+        raise api_error(error, "chat_template_kwargs") from error
+    asked = {f"chat_template_kwargs.{name}": {name: value} for name, value in given.items()}
+    asked["documents"] = {} if body.documents is None else {"documents": body.documents}
+    if (effort := body.reasoning_effort) is not None:
+        thinks = {"enable_thinking": effort != "none"}
+        asked["reasoning_effort"] = {"reasoning_effort": effort, **thinks}
+    variables: dict[str, Any] = {}
+    for field, values in asked.items():
+        known = {name: value for name, value in values.items() if name in read}
+        if values and not known:
+            state.fields.note(field, "the chat template of this model does not read it")
+        variables = {**known, **variables}
+    return variables
 
 
 def sampling_params(body: Generation, defaults: Mapping[str, Any], **more: Any) -> SamplingParams:
@@ -141,7 +185,7 @@ def _bias(logit_bias: dict[str, float] | None) -> dict[int, float] | None:
 
 def grammar_of(body: Generation) -> str | None:
     """The grammar that a body asks for: by OpenAI's ``response_format``, or by vLLM's
-    ``structured_outputs``.
+    ``structured_outputs`` or ``guided_json`` and the like.
 
     Raises:
         ApiError: it asks for two, or for a form that is unknown.
@@ -150,15 +194,19 @@ def grammar_of(body: Generation) -> str | None:
         grammar = _of_format(body.response_format or {})
     except UserError as error:
         raise ApiError(400, str(error), param="response_format") from error
-    if body.structured_outputs is None:
+    forms = {} if body.structured_outputs is None else _outputs(body.structured_outputs)
+    guided = {name: getattr(body, f"guided_{name}") for name in _GUIDED}
+    guided = {name: value for name, value in guided.items() if value is not None}
+    if not guided and body.structured_outputs is None:
         return grammar
-    if grammar is not None:
-        message = "structured_outputs and response_format: expected one of them"
-        raise ApiError(400, message, param="structured_outputs")
+    field = f"guided_{next(iter(guided))}" if guided else "structured_outputs"
+    if grammar is not None or (guided and body.structured_outputs is not None):
+        message = f"{field}, response_format and structured_outputs: expected one of them"
+        raise ApiError(400, message, param=field)
     try:
-        return _of_outputs(body.structured_outputs)
+        return form_grammar(**forms, **guided)
     except UserError as error:
-        raise ApiError(400, str(error), param="structured_outputs") from error
+        raise ApiError(400, str(error), param=field) from error
 
 
 def _of_format(response_format: dict[str, Any]) -> str | None:
@@ -178,9 +226,9 @@ def _of_format(response_format: dict[str, Any]) -> str | None:
     )
 
 
-def _of_outputs(form: StructuredOutputs) -> str:
-    forms = {name: value for name, value in form if name != "json_schema"}
-    return form_grammar(json=form.json_schema, **forms)
+def _outputs(form: StructuredOutputs) -> dict[str, Any]:
+    """``structured_outputs`` under the names of ``form_grammar``."""
+    return {"json": form.json_schema, **{n: value for n, value in form if n != "json_schema"}}
 
 
 async def work_on(state: ServerState, work: Callable[[], _T], values: Any) -> _T:

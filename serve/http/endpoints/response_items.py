@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..intake.errors import ApiError
 from ..intake.protocol import ResponsesRequest
-from ..tool_calls.call_reader import Call, CallReader
+from ..tool_calls.call_reader import Call, CallReader, divided
 
 
 def chat_messages(body: ResponsesRequest) -> list[dict[str, Any]]:
@@ -103,15 +104,13 @@ class Items:
 
     def push(self, text: str) -> list[Event]:
         """The events of a text that has come."""
-        if self._reader is None:
-            return self._add(text, [])
-        return self._add(*self._reader.push(text))
+        return self._add([text] if self._reader is None else self._reader.push(text))
 
     def finish(self, reason: str | None) -> list[Event]:
         """The last events, when the output ends for ``reason``."""
         events = []
         if self._reader is not None:
-            events = self._add(*self._reader.finish())
+            events = self._add(self._reader.finish())
             reason = self._reader.finish_reason(reason)
         self.status = "incomplete" if reason == "length" else "completed"
         if not self.items:
@@ -128,17 +127,20 @@ class Items:
             ]
         return events
 
-    def _add(self, text: str, calls: list[Call]) -> list[Event]:
-        num_before = 0
-        if text and not self._texts and self._reader is not None:
-            num_before = self._reader.num_calls_before - len(self.items)
-        events = [each for call in calls[:num_before] for each in self._add_call(call)]
-        if text:
-            events += self._begin_message() if not self._texts else []
-            self._texts.append(text)
-            content = {**self._part(), "delta": text, "logprobs": []}
-            events.append(("response.output_text.delta", content))
-        return events + [each for call in calls[num_before:] for each in self._add_call(call)]
+    def _add(self, parts: Sequence[str | Call]) -> list[Event]:
+        """Add what was found; content becomes one message, which begins where the first does."""
+        text = divided(parts)[0]
+        events: list[Event] = []
+        for part in parts:
+            if not isinstance(part, str):
+                events += self._add_call(part)
+            elif text:
+                events += self._begin_message() if not self._texts else []
+                self._texts.append(text)
+                content = {**self._part(), "delta": text, "logprobs": []}
+                events.append(("response.output_text.delta", content))
+                text = ""
+        return events
 
     def _begin_message(self) -> list[Event]:
         self._message_at = len(self.items)

@@ -16,8 +16,8 @@ from ..intake.errors import ApiError, json_response
 from ..intake.protocol import ResponsesRequest
 from ..jobs.state import Job, ServerState
 from .body import read
-from .events import EventStream, deltas, event, whole
-from .generation import conversation
+from .events import EventStream, deltas, named_event, whole
+from .generation import OF_CHATS, conversation, refuse
 from .response_items import Items, chat_messages, chat_tools
 from .tools import Tools
 
@@ -26,23 +26,16 @@ async def responses(request: Request) -> Response:
     state: ServerState = request.app.state.server
     body = await read(request, ResponsesRequest)
     state.check_serving()
-    if body.previous_response_id is not None:
-        message = "previous_response_id: answers are not stored; send the conversation"
-        raise ApiError(400, message, param="previous_response_id")
-    for name, own in (("max_tokens", "max_output_tokens"), ("response_format", "text.format")):
-        if getattr(body, name) is not None:
-            raise ApiError(400, f"{name} is a field of chats: use {own}", param=name)
-    for name in ("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids"):
-        if getattr(body, name) is not None:
-            message = f"{name}: responses have no such part; ask /v1/chat/completions"
-            raise ApiError(400, message, param=name)
-    asked = body.model_copy(update={"response_format": _format(body), **chat_tools(body)})
+    refuse(body, OF_CHATS, "an answer here has no such part; ask /v1/chat/completions")
+    refuse(body, ("max_tokens",), "it is a field of chats: use max_output_tokens")
+    refuse(body, ("response_format",), "it is a field of chats: use text.format")
+    asked = body.model_copy(update=_as_chat(body))
     prompt, params, tools = await conversation(
         state, asked, chat_messages(body), max_tokens=body.max_output_tokens
     )
     job = await state.submit(body, [prompt], params, request)
     if body.stream:
-        return EventStream(state, job, _stream(job, body, tools), done=b"")
+        return EventStream(state, job, _stream(job, body, tools), _failed, done=b"")
     (output,) = await whole(state, job, request.receive)
     (completion,) = output.outputs
     items = Items(job.name, tools.reader())
@@ -50,6 +43,23 @@ async def responses(request: Request) -> Response:
     items.finish(completion.finish_reason)
     answer = _answer(job, body, items, output)
     return json_response(answer, headers={"x-request-id": job.name})
+
+
+def _as_chat(body: ResponsesRequest) -> dict[str, Any]:
+    """The fields that have another name or form in chats."""
+    changed = {"response_format": _format(body), **chat_tools(body)}
+    if (effort := (body.reasoning or {}).get("effort")) is not None:
+        if not isinstance(effort, str) or body.reasoning_effort is not None:
+            raise ApiError(400, "reasoning.effort: expected one text", param="reasoning")
+        changed["reasoning_effort"] = effort
+    return changed
+
+
+def _failed(error: ApiError) -> bytes:
+    """The event of an error, as OpenAI's client reads it in a stream of either form."""
+    body = error.body()
+    told = {"code": str(body["error"]["code"]), "message": error.message, "param": error.param}
+    return named_event({"type": "error", "sequence_number": 0, **told, **body})
 
 
 def _format(body: ResponsesRequest) -> dict[str, Any] | None:
@@ -81,6 +91,7 @@ def _answer(
         "id": job.name,
         "object": "response",
         "created_at": job.created,
+        "background": False,
         "status": items.status,
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
@@ -90,6 +101,7 @@ def _answer(
         "output": [] if output is None else items.items,
         "parallel_tool_calls": bool(body.tools) and body.parallel_tool_calls is not False,
         "previous_response_id": None,
+        "reasoning": body.reasoning,
         "store": False,
         "temperature": body.temperature,
         "text": body.text or {"format": {"type": "text"}},
@@ -108,8 +120,7 @@ async def _stream(job: Job, body: ResponsesRequest, tools: Tools) -> AsyncGenera
     def named(kind: str, content: dict[str, Any]) -> bytes:
         nonlocal number
         number += 1
-        data = event({"type": kind, "sequence_number": number, **content})
-        return f"event: {kind}\n".encode() + data
+        return named_event({"type": kind, "sequence_number": number, **content})
 
     items = Items(job.name, tools.reader())
     begun = {"response": _answer(job, body, items, None)}

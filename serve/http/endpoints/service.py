@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Awaitable
+from dataclasses import asdict
+from datetime import UTC, datetime
 from functools import partial
 from importlib.resources import files
 from typing import Any, TypeVar
@@ -17,6 +19,7 @@ from ..intake.errors import ApiError, api_error, json_response
 from ..intake.protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
 from ..jobs.metrics import PEERS_S
 from ..jobs.state import ABORT, ADMIN, ALL, Phase, ServerState
+from .api_page import page_of
 from .body import read
 from .generation import render
 
@@ -29,7 +32,14 @@ async def models(request: Request) -> Response:
     """``GET /v1/models``."""
     state = _state(request)
     return json_response(
-        {"object": "list", "data": [_card(state, name) for name in state.settings.model_names]}
+        {
+            "object": "list",
+            "data": [_card(state, name) for name in state.settings.model_names],
+            # Anthropic's clients read these.
+            "has_more": False,
+            "first_id": state.settings.model_names[0],
+            "last_id": state.settings.model_names[-1],
+        }
     )
 
 
@@ -49,6 +59,10 @@ def _card(state: ServerState, name: str) -> dict[str, Any]:
         "root": state.settings.model_names[0],
         "parent": None,
         "max_model_len": state.client.inputs.max_model_len if ready else None,
+        # Anthropic's clients read these.
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(state.started_at, UTC).isoformat(),
     }
 
 
@@ -121,6 +135,30 @@ async def abort_requests(request: Request) -> Response:
     return json_response({"aborted": [*aborted, *itertools.chain(*elsewhere)]})
 
 
+async def reset_prefix_cache(request: Request) -> Response:
+    """``POST /reset_prefix_cache``: every engine forgets the prefixes that it has cached; what runs
+    goes on."""
+    state = _state(request)
+    state.check_serving()
+    await state.client.reset_prefix_cache()
+    return json_response({})
+
+
+async def load(request: Request) -> Response:
+    """``GET /load``: how many calls are open, of all API processes."""
+    return json_response({"server_load": _state(request).num_jobs})
+
+
+async def server_info(request: Request) -> Response:
+    """``GET /server_info``: the options, and what the engines report of themselves."""
+    state = _state(request)
+    state.check_serving()
+    reports = await state.client.reports()
+    options = asdict(state.client.options)
+    answer = {"version": __version__, "models": state.settings.model_names, "options": options}
+    return json_response({**answer, "engines": reports})
+
+
 async def live(request: Request) -> Response:
     """``GET /live``: the process is up."""
     return json_response({"status": "live"})
@@ -136,6 +174,11 @@ async def status_page(request: Request) -> Response:
     """``GET /``: a page that looks at ``/health`` and ``/metrics`` every second."""
     page = files(__package__).joinpath("status.html").read_bytes()
     return Response(page, media_type="text/html")
+
+
+async def api_page(request: Request) -> Response:
+    """``GET /docs``: a page of the paths and of the fields of their bodies."""
+    return Response(page_of(request.app.openapi()), media_type="text/html")
 
 
 async def version(request: Request) -> Response:

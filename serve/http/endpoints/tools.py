@@ -11,7 +11,7 @@ from ....engine.frontend.json_schema import Document
 from ....engine.frontend.tokenizer import Tokenizer
 from ....engine.messages.sampling_params import SamplingParams
 from ..intake.errors import ApiError
-from ..intake.protocol import ChatRequest, ResponsesRequest
+from ..intake.protocol import ChatRequest, MessagesRequest, ResponsesRequest
 from ..tool_calls.call_reader import FORMATS, CallReader, Format
 
 
@@ -55,7 +55,9 @@ def with_marks(params: SamplingParams, tools: Tools, tokenizer: Tokenizer | None
     return params
 
 
-def tools_of(body: ChatRequest | ResponsesRequest, format_name: str | None) -> Tools:
+def tools_of(
+    body: ChatRequest | ResponsesRequest | MessagesRequest, format_name: str | None
+) -> Tools:
     """The tools of a body in the form of chats.
 
     Args:

@@ -26,6 +26,17 @@ _KINDS = {
     500: "server_error",
     503: "service_unavailable",
 }
+_ANTHROPIC_KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+ANTHROPIC = "/v1/messages"
+"""The paths that begin so answer in Anthropic's form."""
 _FIELDS = re.compile(r"^(\w+)=")
 _MOST_MESSAGE = 2000
 """Characters of a message: some repeat what is wrong, which may be all of the body."""
@@ -70,8 +81,18 @@ class ApiError(Exception):
             }
         }
 
-    def response(self) -> Response:
-        return json_response(self.body(), self.status, self.headers)
+    def response(self, path: str = "") -> Response:
+        """The answer on a path."""
+        is_anthropic = path == ANTHROPIC or path.startswith(ANTHROPIC + "/")
+        body = in_anthropic_form(self) if is_anthropic else self.body()
+        return json_response(body, self.status, self.headers)
+
+
+def in_anthropic_form(error: ApiError) -> dict[str, Any]:
+    """The body of an error as Anthropic's clients read it; the message names the field."""
+    other = "invalid_request_error" if error.status < 500 else "api_error"
+    kind = _ANTHROPIC_KINDS.get(error.status, other)
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def overloaded(message: str, *, closes: bool = False) -> ApiError:

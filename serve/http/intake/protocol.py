@@ -1,15 +1,16 @@
-"""The bodies of requests: OpenAI's fields, and vLLM's beside them.
+"""The bodies of requests: OpenAI's and Anthropic's fields, and vLLM's beside them.
 
-A field that is not listed is refused: a misspelled one would be ignored.  Those of OpenAI that
-change nothing here (who asks, how the answer is stored or billed) are taken and not read.
+Other fields are kept unread; ``fields.py`` decides about them by the tables of ``config/vllm/``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from ....config.vllm import COMPLETIONS, MESSAGES, RESPONSES, TOKENIZE, Argument
 from ....engine.messages.sampling_params import MAX_BAD_WORDS, MAX_BIASES
 
 MOST_STOPS = 64
@@ -21,6 +22,7 @@ MOST_TOOLS = 512
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 _Object = dict[str, Any]
 _Messages = Annotated[list[_Object], Field(fail_fast=True, max_length=MOST_PROMPTS)]
+_Documents = Annotated[list[_Object], Field(fail_fast=True, max_length=MOST_PROMPTS)]
 _Tools = Annotated[list[_Object], Field(fail_fast=True, max_length=MOST_TOOLS)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
 
@@ -41,16 +43,11 @@ class StreamOptions(_Body):
     include_obfuscation: bool | None = None
 
 
-class _Unread(_Body):
-    """Fields that change nothing here."""
+class Fields(_Body):
+    """A body that keeps fields which are not declared, for ``table`` to say what they do."""
 
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+    table: ClassVar[Mapping[str, Argument]]
 
 
 class StructuredOutputs(_Body):
@@ -63,7 +60,7 @@ class StructuredOutputs(_Body):
     json_object: bool | None = None
 
 
-class Generation(_Unread):
+class Generation(Fields):
     """Fields of completions and chats.
 
     Attributes:
@@ -99,7 +96,15 @@ class Generation(_Unread):
 
     logit_bias: Annotated[dict[str, float], BeforeValidator(_few_biases)] | None = None
     bad_words: Annotated[list[_Stop], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = None
+    allowed_token_ids: Ids | None = None
+    truncate_prompt_tokens: int | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(fail_fast=True, max_length=MOST_PROMPTS)] | None = (
+        None
+    )
+    guided_grammar: str | None = None
     response_format: dict[str, Any] | None = None
 
     priority: int | None = None
@@ -113,7 +118,7 @@ class Generation(_Unread):
 class CompletionRequest(Generation):
     """``POST /v1/completions``."""
 
-    id_prefix, prompt_field = "cmpl-", "prompt"
+    id_prefix, prompt_field, table = "cmpl-", "prompt", COMPLETIONS
     prompt: (
         str
         | Ids
@@ -123,57 +128,89 @@ class CompletionRequest(Generation):
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
-    suffix: str | None = None
 
 
-class ChatRequest(Generation):
+class Templated(Fields):
+    """Fields of what goes through the model's chat template."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: _Documents | None = None
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None
+    tools: _Tools | None = None
+    add_special_tokens: bool | None = None
+
+
+class ChatRequest(Generation, Templated):
     """``POST /v1/chat/completions``."""
 
-    id_prefix, prompt_field = "chatcmpl-", "messages"
+    id_prefix, prompt_field, table = "chatcmpl-", "messages", COMPLETIONS
     messages: _Messages
+    echo: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    response_format: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: _Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
 
 
-class ResponsesRequest(Generation):
+class ResponsesRequest(Generation, Templated):
     """``POST /v1/responses``."""
 
-    id_prefix, prompt_field = "resp_", "input"
+    id_prefix, prompt_field, table = "resp_", "input", RESPONSES
     n: Literal[1] | None = None
     input: str | _Messages
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    previous_response_id: str | None = None
-    tools: _Tools | None = None
+    reasoning: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    truncation: Literal["disabled"] | None = None
 
 
-class TokenizeRequest(_Body):
+class CountTokensRequest(Templated):
+    """``POST /v1/messages/count_tokens``: the conversation of Anthropic's form."""
+
+    table = MESSAGES
+    model: str | None = None
+    messages: _Messages
+    system: str | _Messages | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+
+
+class MessagesRequest(Generation, CountTokensRequest):
+    """``POST /v1/messages``."""
+
+    id_prefix, prompt_field = "msg_", "messages"
+    n: Literal[1] | None = None
+    max_tokens: int
+    stop_sequences: Annotated[list[_Stop], Field(fail_fast=True, max_length=MOST_STOPS)] | None = (
+        None
+    )
+    parallel_tool_calls: bool | None = None
+    output_format: dict[str, Any] | None = None
+
+
+class TokenizeRequest(Templated):
     """``POST /tokenize``: of a prompt or of a conversation."""
 
+    table = TOKENIZE
     model: str | None = None
     prompt: str | None = None
     messages: _Messages | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: _Tools | None = None
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(Fields):
     """``POST /detokenize``."""
+
+    table = TOKENIZE
 
     model: str | None = None
     tokens: Ids

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,9 @@ from ....engine.messages.sampling_params import SamplingParams
 from ....engine.process.client import EngineClient
 from ....engine.process.heartbeat import Heartbeat
 from ....engine.process.output_stream import OutputStream
+from ..intake.answer_log import AnswerLog, LogSettings, log_request
 from ..intake.errors import ApiError, api_error, overloaded
+from ..intake.fields import FieldNotes
 from ..intake.limits import Uploads
 from ..intake.protocol import Generation
 from ..intake.reader import BodyReader
@@ -64,6 +66,8 @@ class Settings:
         allowed_hosts: names in ``Host`` beside those that no public DNS holds; None: any.
         tool_format: how the model writes calls of tools; None: as its chat template shows.
         otlp_endpoint: URL of the collector of traces; None: nothing is traced.
+        strict_fields: refuse requests with fields that are not known.
+        log: what the processes log, and how.
     """
 
     model_names: tuple[str, ...]
@@ -78,6 +82,8 @@ class Settings:
     allowed_hosts: tuple[str, ...] | None = None
     tool_format: str | None = None
     otlp_endpoint: str | None = None
+    log: LogSettings = field(default_factory=LogSettings)
+    strict_fields: bool = False
 
 
 class Phase(StrEnum):
@@ -131,6 +137,8 @@ class ServerState:
         self.room = Room(settings.max_waiting)
         self.uploads, self.reader = Uploads(settings.max_body_bytes), BodyReader()
         self.tool_format = settings.tool_format
+        self.answer_log = AnswerLog(settings.log)
+        self.fields = FieldNotes(settings.strict_fields)
         self._beats: list[Heartbeat] = []
         """The pages of all API processes, if there are several; steps are numbers of open jobs."""
         client.on_step = self.metrics.on_step
@@ -189,6 +197,12 @@ class ServerState:
         return ""
 
     def check_serving(self) -> None:
+        """Raise the answer to whoever asks before the start, after the end or during a sleep."""
+        self.check_alive()
+        if self.client.is_sleeping:
+            raise ApiError(503, "the engine sleeps; POST /wake_up ends that", code="sleeping")
+
+    def check_alive(self) -> None:
         """Raise the answer to whoever asks before the start or after the end."""
         if self.phase is Phase.DEAD:
             raise ApiError(500, f"the engine has ended: {self.client.dead}", code="engine_dead")
@@ -257,6 +271,8 @@ class ServerState:
         self.jobs[name] = job
         self.room.open(name, stream.open, params.n)
         self._note_jobs()
+        if self.settings.log.requests:
+            log_request(name, [len(each.request.prompt_token_ids) for each in checked], params)
         return job
 
     async def _check(
@@ -368,7 +384,8 @@ def _check_size(prompts: Sequence[Prompt], params: SamplingParams) -> None:
         prompt["prompt_token_ids"] if isinstance(prompt, Mapping) else prompt for prompt in prompts
     )
     texts = (*params.stop_strings, *params.bad_texts, params.grammar or "")
-    beside = len(params.logit_bias or ()) + sum(map(len, texts))
+    ids = len(params.logit_bias or ()) + len(params.allowed_token_ids or ())
+    beside = ids + sum(map(len, texts))
     carried = params.n * (sum(map(len, texts_or_ids)) + len(prompts) * beside)
     if carried > _MOST_CARRIED:
         raise ApiError(

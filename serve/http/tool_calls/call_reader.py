@@ -11,7 +11,7 @@ import random
 import re
 import string
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,17 @@ class Call:
         return {"id": self.call_id, "type": "function", "function": function}
 
 
+def divided(parts: Iterable[str | Call]) -> tuple[str, list[Call]]:
+    """(content, calls) of what a reader has found."""
+    content, calls = [], []
+    for part in parts:
+        if isinstance(part, str):
+            content.append(part)
+        else:
+            calls.append(part)
+    return "".join(content), calls
+
+
 class CallReader:
     """Divides one output into content and calls, as it comes.
 
@@ -94,7 +105,6 @@ class CallReader:
 
     Attributes:
         num_calls: calls so far.
-        num_calls_before: those of them that came before the content.
     """
 
     def __init__(
@@ -109,7 +119,7 @@ class CallReader:
         self._form = _BARE if is_call or form is None else form
         self._max_calls, self._schemas = max_calls, schemas or {}
         self._may_be_list = is_call  # then each call of it comes as soon as it ends
-        self.num_calls = self.num_calls_before = 0
+        self.num_calls = 0
         self._text, self._at = "", 0
         self._held: list[str] = []
         """Text since a start mark.  It becomes content if no call follows."""
@@ -122,18 +132,17 @@ class CallReader:
         self._blanks: list[str] = []
         """White space with which the content begins, unless it is nothing else and a call comes."""
         self._has_content = self._ends_with_call = False
-        self._content: list[str] = []
-        self._calls: list[Call] = []
+        self._parts: list[str | Call] = []
         self._read: Callable[[], bool] = self._read_start if self._form.bare else self._read_text
 
-    def push(self, text: str) -> tuple[str, list[Call]]:
-        """(content, calls) that are certain behind this text."""
+    def push(self, text: str) -> list[str | Call]:
+        """The content and the calls that are certain behind this text, in their order."""
         self._text, self._at = self._text[self._at :] + text, 0
         while self._read():
             pass
         return self._certain()
 
-    def finish(self) -> tuple[str, list[Call]]:
+    def finish(self) -> list[str | Call]:
         """The rest, when nothing more will come."""
         rest = self._text[self._at :]
         if self._read == self._read_behind:
@@ -143,7 +152,7 @@ class CallReader:
         self._text, self._at = "", 0
         self._emit("".join(self._held) + rest)
         if not self.num_calls:
-            self._content += self._blanks
+            self._parts += self._blanks
         return self._certain()
 
     def finish_reason(self, reason: str | None) -> str | None:
@@ -154,10 +163,9 @@ class CallReader:
         is_whole = reason == "stop" or (reason == "length" and self._ends_with_call)
         return "tool_calls" if self.num_calls and is_whole else reason
 
-    def _certain(self) -> tuple[str, list[Call]]:
-        content, calls = "".join(self._content), self._calls
-        self._content, self._calls = [], []
-        return content, calls
+    def _certain(self) -> list[str | Call]:
+        parts, self._parts = self._parts, []
+        return parts
 
     # Each of these reads one thing at self._at, and returns False if it needs more text.
 
@@ -310,7 +318,7 @@ class CallReader:
             self._blanks.clear()
         room = None if self._max_calls is None else self._max_calls - self.num_calls
         kept = self._open[:room]
-        self._calls += [Call(*each, self._new_id()) for each in kept]
+        self._parts += [Call(*each, self._new_id()) for each in kept]
         self.num_calls += len(kept)
         self._open = []
         self._ends_with_call = True
@@ -322,11 +330,11 @@ class CallReader:
             self._blanks.append(text)
             return
         if not self._has_content:
-            self._content += self._blanks
+            self._parts += self._blanks
             self._blanks.clear()
-            self._has_content, self.num_calls_before = True, self.num_calls
+            self._has_content = True
         self._ends_with_call = self._ends_with_call and text.isspace()
-        self._content.append(text)
+        self._parts.append(text)
 
     def _new_id(self) -> str:
         if self._has_short_ids:
