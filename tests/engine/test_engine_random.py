@@ -251,6 +251,7 @@ def test_every_request_gets_its_solo_answer(setup: Setup, seed: int, busy: float
 
 
 # Two of each chunk, such that every two of the three axes meet with all their values.
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("chunk", "async_scheduling", "prefix_caching"),
     [

@@ -126,6 +126,7 @@ def errors(model: Any, got: Any, scales: list[tuple[float, float]] | None) -> Te
 DIALECTS = ("compressed static", "compressed channel", "fp8 block")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("name", "level", "kv_cache_dtype"),
     [
@@ -153,7 +154,6 @@ def test_logits_are_those_of_a_rounded_model(
     assert errors(model, got, None if scales else [(1.0, 1.0)] * 2).median() > 1e-3
 
 
-@pytest.mark.usefixtures("frozen_heap")
 def test_random_weights_of_every_scheme_stay_near_those_that_they_quantize(tmp_path: Path) -> None:
     """Over 32 layers, with an FP8 KV cache; nothing overflows or vanishes."""
     deep = TinyModel("deep", "Llama", {**TINY.options, "num_hidden_layers": 32})
@@ -198,6 +198,7 @@ def calibrated(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("scheme", "kv_cache_dtype", "level"),
     [

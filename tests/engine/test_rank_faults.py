@@ -23,7 +23,7 @@ from fusewright.engine.ranks.leader import Leader
 from fusewright.engine.worker.hardware import detect_hardware
 from tests.serve.server_process import wait_for
 
-pytestmark = pytest.mark.usefixtures("warm", "frozen_heap")
+pytestmark = pytest.mark.usefixtures("warm")
 OPTIONS: dict[str, Any] = {
     "tensor_parallel_size": 2,
     "optimization_level": 0,

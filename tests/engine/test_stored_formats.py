@@ -22,7 +22,7 @@ from tests.engine.test_torchrun import launch
 from tests.model_executor.stored_formats import INT4, INT8, TINY, admitted, logits_of, save
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.usefixtures("warm", "frozen_heap")
+pytestmark = pytest.mark.usefixtures("warm")
 NUM_TOKENS = 8
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
