@@ -81,7 +81,7 @@ def test_a_plain_decoder_is_fused(gemma: bool, dtype: torch.dtype, dynamic: bool
         ids = torch.randint(0, 128, shape)
         assert_close(run(ids), model(ids))
     assert counts(only_report()) == (ONE_LAYER if gemma else ALL)
-    assert sum(only_report().library_calls.values()) == 2
+    assert sum(only_report().library_calls.values()) == (1 if gemma else 2)
 
 
 def test_inductor_compiles_the_rest() -> None:

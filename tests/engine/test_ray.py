@@ -73,6 +73,7 @@ def test_ranks_on_two_nodes_answer_as_one_rank() -> None:
     wait_for(lambda: is_gone(actor))
 
 
+@pytest.mark.thorough
 def test_a_rank_lost_in_a_step_ends_the_engine() -> None:
     """The next test starts another engine in the same cluster."""
     with LLM("abacus", **RAY) as llm:
