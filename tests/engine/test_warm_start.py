@@ -332,7 +332,7 @@ def unkept(made: Made) -> Iterator[Unkept]:
             "commands",
             env=environment(top) | {"TMPDIR": str(scratch)},
             before=bound_by_modes(),
-            argvs=[without, *stores],
+            argvs=[[*argv, "-O1"] for argv in (without, *stores)],  # which compiles least
         )
         full = [list((disk / "store" / name).iterdir()) for name in ("artifacts", "tmp")]
     at_home = [*home.parent.rglob("*")] if home.parent.exists() else []
