@@ -123,15 +123,16 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 def left_out(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
     """What a run of all tests leaves out: tests marked ``thorough``, and of each test that is
-    marked ``product`` the cases that the seed does not draw."""
+    marked ``product`` the cases that the seed does not draw, of ``product(3)`` two thirds."""
     found = {item for item in items if item.get_closest_marker("thorough")}
     products: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("product"):
             products.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in products.values():
+        (one_of,) = cases[0].get_closest_marker("product").args or (2,)  # type: ignore[union-attr]
         cases.sort(key=lambda item: random.Random(f"{seed} {item.nodeid}").random())
-        found.update(cases[(len(cases) + 1) // 2 :])
+        found.update(cases[-(-len(cases) // one_of) :])
     return found
 
 

@@ -158,12 +158,14 @@ def logits_of(reference: Any) -> Callable[..., Tensor]:
 
 
 @pytest.fixture(scope="module", params=WAYS)
-def llm(request: pytest.FixtureRequest, folder: Path) -> Iterator[LLM]:
+def llm(request: pytest.FixtureRequest, folder: Path, fw_seed: int, fw_cases: int) -> Iterator[LLM]:
+    """Each way compiles the model with every second seed, and with ``--fw-cases 2``."""
+    is_compiled = fw_cases > 1 or ([*WAYS].index(request.param) + fw_seed) % 2 == 0
     with LLM(
         str(folder),
         dtype="float32",
         device="cpu",
-        optimization_level=1,
+        optimization_level=1 if is_compiled else 0,
         max_model_len=512,
         max_num_seqs=32,
         max_num_batched_tokens=64,
