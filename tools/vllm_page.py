@@ -9,7 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from fusewright.config.vllm import CALLS, ENGINE, METHODS, SAMPLING, SERVE, Argument, Port
+from fusewright.config.vllm import (
+    CALLS,
+    COMPLETIONS,
+    ENGINE,
+    GENERATION,
+    MESSAGES,
+    METHODS,
+    PATHS,
+    RESPONSES,
+    SAMPLING,
+    SERVE,
+    TOKENIZE,
+    Argument,
+    Port,
+)
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/coming-from-vllm.md"
 
@@ -55,6 +69,10 @@ then.
 An argument that is *accepted without effect* is noted in the log (INFO). One that is *refused* ends the
 start with the sentence below, unless its value asks for nothing: None, False, 0, what is empty, or
 vLLM's default.
+
+The log tells of a field of requests that is *accepted without effect* once (WARNING), and so it does
+of a field that no table here has, unless `--strict-fields` refuses those. A field that is *refused* is
+a 400 with the sentence below, unless its value asks for nothing.
 """
 _ORDER = (Port.SAME, Port.OTHER, Port.IGNORED, Port.REFUSED)
 
@@ -68,6 +86,12 @@ def page() -> str:
         ("`SamplingParams(…)`", SAMPLING, "{}"),
         ("Methods of `LLM`", METHODS, "{}"),
         ("Arguments of `generate`, `chat` and `beam_search`", CALLS, "{}"),
+        ("Paths of the server", PATHS, "{}"),
+        ("Fields of every request that generates", GENERATION, "{}"),
+        ("Fields of `/v1/completions` and `/v1/chat/completions`", COMPLETIONS, "{}"),
+        ("Fields of `/v1/responses`", RESPONSES, "{}"),
+        ("Fields of `/v1/messages` and `/v1/messages/count_tokens`", MESSAGES, "{}"),
+        ("Fields of `/tokenize` and `/detokenize`", TOKENIZE, "{}"),
     ):
         lines += [f"### {title}", "", *_rows(table, form), ""]
     return "\n".join(lines).rstrip() + "\n"

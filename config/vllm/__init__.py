@@ -3,13 +3,14 @@
 from .argument import Argument, Port
 from .calls import CALLS, METHODS, SAMPLING
 from .engine import ENGINE
-from .requests import COMPLETIONS, MESSAGES, PATHS, RESPONSES, TOKENIZE
+from .requests import COMPLETIONS, GENERATION, MESSAGES, PATHS, RESPONSES, TOKENIZE
 from .serve import SERVE
 
 __all__ = [
     "CALLS",
     "COMPLETIONS",
     "ENGINE",
+    "GENERATION",
     "MESSAGES",
     "METHODS",
     "PATHS",

@@ -26,9 +26,13 @@ SERVE = table(
         "enable_force_include_usage",
         switch=True,
     ),
-    ignored("/metrics has the load", "enable_server_load_tracking disable_log_stats", switch=True),
     ignored(
-        "there are no generated pages", "disable_fastapi_docs enable_offline_docs", switch=True
+        "/load and /metrics have it", "enable_server_load_tracking disable_log_stats", switch=True
+    ),
+    ignored(
+        "/docs is one page without files of others",
+        "disable_fastapi_docs enable_offline_docs",
+        switch=True,
     ),
     ignored(
         "requests are not logged", "disable_log_requests disable_uvicorn_access_log", switch=True
