@@ -167,7 +167,7 @@ class EngineClient:
         Raises:
             EngineDeadError: an engine has ended.
         """
-        reports = await self.reports()
+        reports = await asyncio.gather(*map(self.report, range(len(self.replicas))))
         await self.peers.ask("", [], None)
         return reports
 
@@ -292,25 +292,6 @@ class EngineClient:
         self.replicas[replica].reports.append(answer)
         self.replicas[replica].send(Kind.REPORT)
         return await answer
-
-    async def reports(self) -> list[dict[str, Any]]:
-        """The report of each engine.
-
-        Raises:
-            EngineDeadError: an engine has ended.
-        """
-        return await asyncio.gather(*map(self.report, range(len(self.replicas))))
-
-    async def reset_prefix_cache(self) -> None:
-        """Have every engine forget all cached prefixes, and wait until they have.
-
-        Raises:
-            EngineDeadError: an engine has ended.
-        """
-        self._check_alive()
-        for replica in self.replicas:
-            replica.send(Kind.RESET)
-        await self.reports()  # an engine reads its messages in order
 
     async def stop(self, timeout_s: float = 5.0) -> None:
         """End the processes, by force after ``timeout_s`` or if they have not started yet."""

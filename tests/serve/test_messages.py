@@ -61,10 +61,11 @@ def test_stops_and_limits_are_told(claude: anthropic.Anthropic) -> None:
     cut = claude.messages.create(**{**sort, "max_tokens": 1}, **GREEDY)
     assert (cut.stop_reason, cut.stop_sequence) == ("max_tokens", None)
     # Agents ask for as many tokens as their largest model has: the context bounds them.
-    ids = {"ignore_eos": True, "temperature": 0, "truncate_prompt_tokens": 5}
-    long = claude.messages.create(**{**sort, "max_tokens": 100_000}, extra_body=ids)
+    more = {"extra_body": {"ignore_eos": True, "temperature": 0}}
+    full = {**GIVEN, "messages": [{"role": "user", "content": "1" * 500}], "max_tokens": 5000}
+    long = claude.messages.create(**full, **more)
     assert long.stop_reason == "model_context_window_exceeded"
-    assert long.usage.output_tokens == 512 - 5
+    assert long.usage.input_tokens + long.usage.output_tokens == 512
 
 
 @pytest.mark.parametrize(
