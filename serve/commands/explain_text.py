@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from ...config import PASSES
 from ..console.report import checks_table, titled
 from ..console.table import line_width, table, wrap
 
@@ -25,10 +27,14 @@ SENTENCES = {
     "choices": "The implementation of each op; in brackets, why those that go before it were not "
     "chosen.",
     "layer": "What {} in this step: kernel launches, bytes moved and operations.",
-    "ranges": "The kernels that run, by the number of tokens in a step.",
+    "ranges": "The kernels that run{}, by the number of tokens in a step.",
     "notes": "What to know about these figures:",
 }
 """Says what each part of an explanation is, for someone who sees it for the first time."""
+
+
+FUSING = frozenset(PASSES) - {"cleanup"}
+"""Passes whose sites are told one by one."""
 
 
 def explanation(
@@ -45,7 +51,7 @@ def explanation(
     for layer in facts.layers:
         parts.append(titled(layer_sentence(layer), layer_rows(layer)))
         if lines := list(range_lines(layer)):
-            parts.append("\n".join([SENTENCES["ranges"], *lines]))
+            parts.append("\n".join([range_sentence(layer), *lines]))
         if graphs:
             for when, drawn in (("before", layer.before), ("after", layer.after)):
                 parts.append("\n".join([f"{layer.title}, {when} the passes:", *drawn]))
@@ -68,6 +74,11 @@ def layer_sentence(layer: LayerFacts) -> str:
     return SENTENCES["layer"].format(does)
 
 
+def range_sentence(layer: LayerFacts) -> str:
+    beside = "" if layer.launches is not None else ", beside those that a compiler makes"
+    return SENTENCES["ranges"].format(beside)
+
+
 def _fitting(text: str) -> str:
     """``text`` with its long lines wrapped at the width of the terminal.  Tables fit already."""
     width = line_width()
@@ -76,14 +87,15 @@ def _fitting(text: str) -> str:
 
 def step_line(facts: Explanation) -> str:
     """A sentence on the launches, bytes and operations of a whole step."""
-    launches = f"takes {facts.launches} kernel launches"
-    if facts.launches is None:
-        launches = "takes kernel launches whose number is not known before it is compiled"
     sequences = "1 sequence" if facts.num_seqs == 1 else f"{facts.num_seqs} sequences"
-    return (
-        f"A decode step of {sequences} with {facts.context} tokens of context {launches}, moves "
-        f"{_scaled(facts.bytes)}B and computes {_scaled(facts.flops)}FLOP."
-    )
+    step = f"A decode step of {sequences} with {facts.context} tokens of context"
+    moved, computed = f"{_scaled(facts.bytes)}B", f"{_scaled(facts.flops)}FLOP"
+    if facts.launches is None:
+        return (
+            f"{step} moves at least {moved} and computes at least {computed}; what a compiler will "
+            "make of some of its ops, and in how many launches, is not known here."
+        )
+    return f"{step} takes {facts.launches} kernel launches, moves {moved} and computes {computed}."
 
 
 def _scaled(number: int) -> str:
@@ -118,9 +130,17 @@ def choice_rows(facts: Explanation) -> list[list[str]]:
 
 
 def site_rows(facts: Explanation) -> list[list[str]]:
-    """Every expected site, those that are alike in one row, under a heading."""
+    """Every expected site, those that are alike in one row, under a heading; what passes tidied
+    before those that a level names is one row a pass."""
     rows = [["pass", "layers", "where", "sites", "outcome", "why"]]
+    tidied = Counter[str]()
     for site in facts.sites:
+        if site.outcome == "matched" and site.name not in FUSING:
+            tidied[site.name] += site.count
+    rows += [[name, "all", "model", str(n), "matched", ""] for name, n in tidied.items()]
+    for site in facts.sites:
+        if site.outcome == "matched" and site.name in tidied:
+            continue
         cells = [site.name, site.layers, site.module or "model", str(site.count), site.outcome]
         rows.append([*cells, site.reason])
     return rows
@@ -143,7 +163,9 @@ def fusion_rows(facts: Explanation) -> list[list[str]]:
 def layer_rows(layer: LayerFacts) -> list[list[str]]:
     rows = [[layer.title, "launches", "MB", "MFLOP"]]
     for call in layer.calls:
-        rows.append([call.op, count(call.launches), millions(call.bytes), millions(call.flops)])
+        costs = [millions(call.bytes), millions(call.flops)]
+        known = call.launches is not None or call.bytes
+        rows.append([call.op, count(call.launches), *(costs if known else "--")])
     flops = sum(call.flops for call in layer.calls)
     rows.append(["in all", count(layer.launches), millions(layer.bytes), millions(flops)])
     return rows

@@ -126,7 +126,7 @@ def test_the_text_has_every_part(capsys: Capture) -> None:
     assert main(["explain", "abacus", "-O1", "--device", "cpu", "--dtype", "float32"]) == 0
     out = capsys.readouterr().out
     parts = ("-O1, cpu", "fuse_act", "inductor: it can fuse", "rms_norm -> native", "in all")
-    more = ("off      -O1 does not run it", "decode of 1 or more")
+    more = ("off      -O1 does not run it", "decode of 1 or more", "moves at least")
     assert all(part in out for part in (*parts, *more))
 
 
