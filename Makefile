@@ -3,6 +3,7 @@
 #
 #   make demo                               solved problems, fusions, times, with the bundled model
 #   make test | check                       CPU tests | format, lint, types, layout, bindings of csrc
+#   make test-all                           the cases that `make test` leaves to other seeds too
 #   make test coverage COVERAGE=1           the same, and what share of the package's lines they run
 #   make real-test                          a trained model of 135M says what transformers says
 #   make client-test                        a server, asked by lm-eval and guidellm
@@ -10,6 +11,8 @@
 #                                           sees, 200 by default; takes hours
 #   make lines  REASON='why it grew'        sets the line budgets of tests/line_budget.toml
 #   make models                             proves every model type of transformers; writes docs/models.md
+#   make reference vllm-page                writes docs/reference.md and docs/coming-from-vllm.md
+#   make pictures                           the tables and pictures of the documents, from bench/results
 #   make docs                               the documents as a site: build/site/index.html
 #   make gpu-test | bench  PYTHON=python3   on a GPU machine: these build csrc first
 #   make gpu-evidence  PYTHON=python3       also: measures what the documents show, in 25 minutes at
@@ -23,8 +26,8 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: install demo test real-test client-test coverage check types style lines mutants models docs \
-  gpu-test gpu-evidence bench
+.PHONY: install demo test test-all real-test client-test coverage check types style lines mutants \
+  models docs pictures vllm-page reference gpu-test gpu-evidence bench
 
 BOOTSTRAP_PYTHON ?= python3
 TORCH_INDEX ?=
@@ -69,7 +72,10 @@ demo: install
 test: install
 	@rm -rf build/coverage
 	@$(PKGROOT); OMP_NUM_THREADS=1 $(PY) -m pytest -m 'not gpu' -n $(JOBS) \
-	  --dist loadfile --no-loadscope-reorder $(if $(COVERAGE),--fw-coverage)
+	  --dist loadfile --no-loadscope-reorder $(if $(COVERAGE),--fw-coverage) $(TEST_FLAGS)
+
+test-all:
+	@$(MAKE) --no-print-directory test TEST_FLAGS='--fw-cases 2'
 
 mutants: install
 	@$(PKGROOT); $(PY) tools/mutants.py --jobs $(JOBS) $(MUTANTS)
@@ -80,12 +86,16 @@ models: install
 	  --json bench/results/models.json || failed=$$?; \
 	  $(PY) tools/models_page.py; exit $$failed
 
-# The page of vLLM's arguments; quick, and without a model.
-vllm-page:
-	@$(PKGROOT); $(PY) tools/vllm_page.py
+# The documents' tables and pictures, from the result files in bench/results.
+pictures: install
+	@$(PKGROOT); $(PY) -m fusewright.benchmarks.report --pictures
+
+# The pages of vLLM's arguments, and of our own options and flags; quick, and without a model.
+vllm-page reference: install
+	@$(PKGROOT); $(PY) tools/$(if $(filter reference,$@),reference,vllm)_page.py
 
 real-test: install
-	@$(PKGROOT); $(PY) -m pytest -q tests/engine/test_real_model.py --durations 4
+	@$(PKGROOT); $(PY) -m pytest -q tests/engine/test_real_model.py --fw-cases 2 --durations 4
 
 client-test: install build/clients/.installed
 	@$(PKGROOT); OMP_NUM_THREADS=1 $(PY) tools/client_test.py build/clients/bin

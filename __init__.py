@@ -5,7 +5,7 @@ Public names load on first use so that ``import fusewright`` costs no torch impo
 
 from importlib import import_module
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {
     ".engine.llm": "LLM",

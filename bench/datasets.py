@@ -1,4 +1,4 @@
-"""Requests for ``bench serve``: of a mix, of random tokens, or of a file of texts."""
+"""Requests for benches of throughput: of a mix, of random tokens, or of a file of texts."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def make_works(
     output_len: int,
     file: Path | None = None,
     encode: Encode | None = None,
-) -> list[Work]:
-    """``count`` requests of a data set, scaled to fit the model.
+) -> tuple[list[Work], float]:
+    """``count`` requests of a data set, and the scale by which they fit the model: 1 as they are.
 
     Args:
         input_len, output_len: lengths, where the data set does not say them.
@@ -62,7 +62,7 @@ def make_works(
             raise UserError(f"dataset_path={file}: holds no request")
     else:
         raise UserError(f"dataset={name}: expected one of {', '.join(DATASETS)}")
-    return fitting(works, max_model_len)[0]
+    return fitting(works, max_model_len)
 
 
 def _random(

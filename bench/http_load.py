@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
 import re
 import time
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from math import inf
 from statistics import median
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -101,24 +99,6 @@ class _Event(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(_Event).decode
-
-
-def arrivals(count: int, rate: float, burstiness: float, seed: int = 0) -> list[float]:
-    """Seconds at which requests come, from 0.
-
-    Args:
-        rate: requests a second; infinite: all at once.
-        burstiness: shape of the gamma distribution of the gaps: 1 is a Poisson process, less
-            comes in bursts, and infinite is constant.
-    """
-    if rate == inf:
-        return [0.0] * count
-    rng, now, times = random.Random(seed), 0.0, []
-    for _ in range(count):
-        times.append(now)
-        gap = 1.0 if burstiness == inf else rng.gammavariate(burstiness, 1 / burstiness)
-        now += gap / rate
-    return times
 
 
 def load(

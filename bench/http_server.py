@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..config import EngineOptions, MachineError, option_specs
+from ..config.process.logs import be_quiet
 from ..model_executor.hf_config import served_name
 from .http_load import HttpTarget
 from .workloads import Work
@@ -120,6 +121,7 @@ def _measure(asked: Mapping[str, Any]) -> dict[str, float]:
     from .cases import measure_first_token
     from .serving import capture_graphs, greedy
 
+    be_quiet()
     llm = LLM(**asked["options"])
     capture_graphs(llm.engine)
     asks = [greedy(Work(*work)) for work in asked["works"]]

@@ -18,6 +18,8 @@ from ..engine.messages.sampling_params import SamplingParams
 from .workloads import Work
 
 PERCENTILES = (50, 90, 99)
+QUANTILES = np.linspace(0, 1, 51)
+"""Shares of the requests whose longest TTFT a result keeps, as a distribution to draw."""
 MEASURES = ("ttft", "tpot", "itl", "e2e")
 
 
@@ -59,6 +61,9 @@ class Run:
         for measure in MEASURES:
             values = self.gaps if measure == "itl" else [getattr(r, measure) for r in self.requests]
             result[f"{measure}_ms"] = _summary(values)
+        if self.requests:
+            ttft = np.quantile([request.ttft for request in self.requests], QUANTILES)
+            result["ttft_quantiles_ms"] = [round(float(ms), 3) for ms in ttft]
         if limits:
             good = sum(
                 all(getattr(r, m) <= most for m, most in limits.items()) for r in self.requests
@@ -101,16 +106,17 @@ def check_length(engine: EngineLoop, longest: int) -> None:
     """Refuse requests with more tokens than ``max_model_len``, before they are generated."""
     if longest > engine.inputs.max_model_len:
         raise UserError(
-            f"the workload has requests of {longest} tokens, max_model_len is "
+            f"the data set has requests of {longest} tokens, max_model_len is "
             f"{engine.inputs.max_model_len}; ask for fewer tokens a request"
         )
 
 
-def run(engine: EngineLoop, works: Sequence[Work], request_rate: float = inf) -> Run:
+def run(engine: EngineLoop, works: Sequence[Work], times: Sequence[float] | None = None) -> Run:
     """Generate exactly the lengths asked for, greedily.
 
     Args:
-        request_rate: requests a second, evenly; infinite: all at once.
+        times: seconds at which each request comes, as ``arrivals`` makes them; all at once if
+            unset.
 
     Raises:
         UserError: a request is longer than ``max_model_len``.
@@ -123,7 +129,8 @@ def run(engine: EngineLoop, works: Sequence[Work], request_rate: float = inf) ->
 
     start = time.perf_counter()
     due = {
-        f"bench-{index}": (start + index / request_rate, work) for index, work in enumerate(works)
+        f"bench-{index}": (start + time_s, work)
+        for index, (time_s, work) in enumerate(zip(times or [0.0] * len(works), works, strict=True))
     }
     before, engine.on_tokens = engine.on_tokens, on_tokens
     try:

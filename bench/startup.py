@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import UserError
+from ..config.process.logs import be_quiet
 
 PROMPT_TOKENS = 128
 OUTPUT_TOKENS = 17
@@ -116,6 +117,7 @@ def one_start(options: Mapping[str, Any]) -> dict[str, Any]:
     from ..engine.messages.sampling_params import SamplingParams
     from ..engine.worker.startup_report import process_age_s
 
+    be_quiet()
     llm = LLM(**options)
     ready_s = process_age_s()
     vocabulary = llm.engine.inputs.vocab_size

@@ -17,10 +17,10 @@ from statistics import mean
 from typing import Any
 
 from ..config import MachineError, UserError
-from .http_load import arrivals, load
+from .http_load import load
 from .http_server import serving
 from .profile_options import ProfileOptions
-from .workloads import Work
+from .workloads import Work, arrivals
 
 KEPT_OF = 3
 """A round keeps one point of so many, and the last round has no more."""

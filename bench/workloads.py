@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from math import inf
 
 from ..config import UserError
 
@@ -35,7 +36,7 @@ def mix(name: str, num_prompts: int, vocab_size: int) -> list[Work]:
         UserError: no mix has that name.
     """
     if name not in MIXES:
-        raise UserError(f"workload {name!r}: expected one of {', '.join(MIXES)}")
+        raise UserError(f"dataset={name}: expected one of {', '.join(MIXES)}")
     rng = random.Random(1)
 
     def length(mean: int, most: int) -> int:
@@ -79,3 +80,21 @@ def equal(
 def tpot_ms(whole_s: float, first_s: float, output_len: int) -> float:
     """Time per output token: that of a batch, less that of the same batch for one token."""
     return round((whole_s - first_s) / (output_len - 1) * 1e3, 4)
+
+
+def arrivals(count: int, rate: float, burstiness: float, seed: int = 0) -> list[float]:
+    """Seconds at which requests come, from 0.
+
+    Args:
+        rate: requests a second; infinite: all at once.
+        burstiness: shape of the gamma distribution of the gaps: 1 is a Poisson process, less
+            comes in bursts, and infinite is constant.
+    """
+    if rate == inf:
+        return [0.0] * count
+    rng, now, times = random.Random(seed), 0.0, []
+    for _ in range(count):
+        times.append(now)
+        gap = 1.0 if burstiness == inf else rng.gammavariate(burstiness, 1 / burstiness)
+        now += gap / rate
+    return times

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..bench.charts import Line, Panel, Picture
 from ..bench.kernels.figures import BF16_TFLOP_S, COPY_TB_S, Figure, load
 from ..config import UserError
 
@@ -40,6 +41,7 @@ def best(figures: Sequence[Figure], *, library: bool) -> Figure | None:
     return min((f for f in figures if f.library is library), key=lambda f: f.us, default=None)
 
 
+_LIMIT = "least time by bytes or FLOPs, µs"
 _HEAD = """\
 # Kernels, measured
 
@@ -102,37 +104,23 @@ def _row(label: str, group: Sequence[Figure]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def plot(figures: Sequence[Figure], path: Path) -> None:
+def picture(figures: Sequence[Figure]) -> Picture:
     """Share of the ceiling over the least time that the work's bytes or FLOPs take, one panel an
     op: our fastest and the fastest library."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     works = by_work(figures)
-    names = list(dict.fromkeys(op for op, _ in works))
-    columns = min(3, len(names))
-    shape = (-(-len(names) // columns), columns)
-    size = (4.2 * shape[1], 2.8 * shape[0])
-    page, axes = pyplot.subplots(*shape, figsize=size, squeeze=False, layout="constrained")
-    for axis in axes.flat[len(names) :]:
-        axis.set_visible(False)
-    for axis, name in zip(axes.flat, names, strict=False):
+    panels = []
+    for name in dict.fromkeys(op for op, _ in works):
         groups = [group for (op, _), group in works.items() if op == name]
-        for library, mark in ((False, "o"), (True, "x")):
-            points = list(_points(groups, library=library))
-            if points:
-                label = "library" if library else "fusewright"
-                axis.plot(*zip(*points, strict=True), mark, markersize=3.5, label=label)
-        axis.set(title=name, xscale="log", xlabel="limit, us", ylabel="of ceiling", ylim=(0, 1.1))
-        axis.grid(alpha=0.3)
-    axes.flat[0].legend(fontsize=7)
-    page.savefig(path)
-    pyplot.close(page)
+        lines = [
+            Line(label, points, marker=mark, joined=False)
+            for library, label, mark in ((False, "fusewright", "o"), (True, "fastest library", "x"))
+            if (points := list(_points(groups, library=library)))
+        ]
+        panels.append(Panel(name, _LIMIT, "share of the ceiling, %", lines, log="x", y_most=105))
+    return Picture("Kernels: how near each comes to the GPU's ceiling", panels, columns=3)
 
 
 def _points(groups: Iterable[Sequence[Figure]], *, library: bool) -> Iterator[tuple[float, float]]:
     for group in groups:
         if figure := best(group, library=library):
-            yield figure.us * figure.share, figure.share
+            yield figure.us * figure.share, 100 * figure.share

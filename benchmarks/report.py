@@ -17,12 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..bench import plots
+from ..bench.charts import Picture, save
 from ..bench.environment import ENGINE, ROOT, changed_since
 from ..bench.result_file import Record, read_results
 from ..config import UserError
 from ..serve.console.table import table
 from .evidence import ON_REQUEST, RESULTS, SUITES
-from .kernel_page import load_all, markdown, plot
+from .kernel_page import load_all, markdown, picture
 from .tables import TABLES, Result, latest
 
 H200 = RESULTS / "h200"
@@ -59,8 +60,11 @@ def load(path: Path) -> Result:
     return read_results(path, "bench …", checked)
 
 
-def render(text: str, results: Path) -> str:
+def render(text: str, results: Path, *, commits: bool = True) -> str:
     """A page with every marked table made anew.
+
+    Args:
+        commits: captions name the commit, as developers want it.
 
     Raises:
         UserError: a marker names a table or a result that is not there, or has no end.
@@ -75,7 +79,7 @@ def render(text: str, results: Path) -> str:
                 f"<!-- bench:{found[2]} -->: no table {kind}; known: {', '.join(TABLES)}"
             )
         chosen = _of_one_commit([load(_file(results, name)) for name in names])
-        return f"{found[1]}\n{TABLES[kind](chosen)}\n\n{_caption(chosen)}\n\n{found[3]}"
+        return f"{found[1]}\n{TABLES[kind](chosen)}\n\n{_caption(chosen, commits)}\n\n{found[3]}"
 
     return _MARKED.sub(made, text)
 
@@ -94,13 +98,14 @@ def _of_one_commit(results: Sequence[Result]) -> list[Result]:
     return [r for r in results if r not in with_ours or r.newest["commit"] == newest]
 
 
-def _caption(results: Sequence[Result]) -> str:
+def _caption(results: Sequence[Result], commits: bool) -> str:
     """Device, commit, day, and repeats where they were recorded."""
     runs: dict[str, list[str]] = {}
     for result in results:
         e = result.newest
         versions = f", torch {e['torch']}, Triton {e['triton']}" if "torch" in e else ""
-        about = f"{e['device']}{versions}; commit {e['commit']}, {e['date'][:10]}"
+        commit = f"commit {e['commit']}, " if commits else ""
+        about = f"{e['device']}{versions}; {commit}{e['date'][:10]}"
         runs.setdefault(about, []).append(f"`{result.path}`")
     said = "; ".join(f"{about}: {', '.join(files)}" for about, files in runs.items())
     rows = [row for r in results for record in r.records for row in record.get("rows", [record])]
@@ -137,20 +142,25 @@ def rendered(results: Path = H200) -> dict[Path, str]:
     paths = [ROOT / page for page in PAGES]
     if not paths[0].is_file():
         raise UserError(f"{ROOT} has no README.md: run it from a checkout")
-    return {path: render(path.read_text(), results) for path in paths}
+    return {
+        path: render(path.read_text(), results, commits=path.name != "README.md") for path in paths
+    }
 
 
-def draw(results: Path, docs: Path = ROOT / "docs") -> None:
-    """Draw the pictures that the pages show.
+def pictures(results: Path) -> dict[str, Picture]:
+    """The pictures that the pages show, by their names in ``docs/``.
 
     Raises:
-        UserError: a result is missing, or nothing can draw here.
+        UserError: a result is missing.
     """
-    plots.plot(latest([load(_file(results, "peers"))], ["llama3-8b"]), docs / "throughput.png")
-    for picture, names in PICTURES.items():
-        loaded = {name: load(_file(results, name)).records[0] for name in names}
-        plots.plot(loaded, docs / picture)
-    plot(load_all([_file(results, name) for name in KERNEL_RESULTS])[1], docs / "kernels.png")
+    drawn = {
+        "throughput.png": plots.picture(latest([load(_file(results, "peers"))], ["llama3-8b"]))
+    }
+    for name, files in PICTURES.items():
+        records = {file.partition("-")[2]: load(_file(results, file)).records[0] for file in files}
+        drawn[name] = plots.picture(records)
+    kernels = load_all([_file(results, name) for name in KERNEL_RESULTS])[1]
+    return {**drawn, "kernels.png": picture(kernels)}
 
 
 def write_kernels(results: Path, page: Path) -> None:
@@ -160,9 +170,9 @@ def write_kernels(results: Path, page: Path) -> None:
         UserError: a result is missing, or they are of different machines.
     """
     environment, found = load_all([_file(results, name) for name in KERNEL_RESULTS])
-    picture = page.with_suffix(".png")
-    page.write_text(markdown(environment, found, picture.name))
-    plot(found, picture)
+    beside = page.with_suffix(".png")
+    page.write_text(markdown(environment, found, beside.name))
+    save(picture(found), beside)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -180,7 +190,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table(rows) + "\n")
     pages = rendered(options.results)
     if options.pictures and not options.check:
-        draw(options.results)
+        for name, each in pictures(options.results).items():
+            save(each, ROOT / "docs" / name)
     changed = [path for path, text in pages.items() if path.read_text() != text]
     for path in () if options.check else changed:
         path.write_text(pages[path])

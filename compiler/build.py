@@ -17,6 +17,7 @@ from ..config import CompileConfig, UserError
 from ..config.device_table import Weight
 from ..ops.core.device_table import gpu_of
 from ..passes import (
+    JOIN,
     RAISE,
     PassReport,
     Rule,
@@ -31,7 +32,7 @@ from .artifacts.key import Wanted
 from .capture.dispatch import trace_by_dispatch
 from .capture.source import Source
 from .capture.trace import Traced, check_sizes, trace
-from .capture.unroll import unroll
+from .capture.unroll import in_all_layers, unroll
 from .emit.constants import Constants, take_constants
 from .emit.direct import emit_direct
 from .emit.kernels import outside_variants, program_variants
@@ -92,24 +93,8 @@ def lower_model(
 ) -> Lowered:
     """The first half of ``build()``: trace, rewrite, split, choose kernels, find equal pieces.
     For ``csrc`` and ``tuner`` see ``lower``; nothing is measured without a ``tuner``."""
-    with timer.phase("trace"):
-        traced = _trace(source)
-    with timer.phase("unroll"):
-        traced = unroll(traced, source.repeat) if source.repeat else traced
-    record.graph("traced", traced)
-    graph = digest(traced.gm)
-    if config.verify:
-        with timer.phase("references"):
-            check_references(traced.gm, source.outside(1, 1))
-    with timer.phase("passes"):
-        reports = run_passes(
-            traced.gm,
-            _passes(source, config),
-            verify=config.verify,
-            on_pass=lambda name, gm: record.graph(f"after {name}", traced),
-        )
-        check_sizes(traced)
-        check_required(reports, config.required)
+    traced, reports, graph = rewritten(source, config, timer, record)
+    check_required(reports, config.required)
     if config.verify:
         with timer.phase("references"):
             check_references(traced.gm)
@@ -141,22 +126,54 @@ def lower_model(
     )
 
 
-def rewritten(source: Source, config: CompileConfig) -> tuple[Traced, list[PassReport]]:
-    """A model's graph behind the passes of a level, before kernels are chosen; their reports."""
-    traced = _trace(source)
-    reports = run_passes(traced.gm, _passes(source, config))
+def rewritten(
+    source: Source, config: CompileConfig, timer: Timer, record: Record
+) -> tuple[Traced, list[PassReport], str]:
+    """A model's graph behind the passes of a level, before kernels are chosen; their reports, and
+    the digest of the graph that the level's own passes began with."""
+
+    def run(traced: Traced, passes: Sequence[Rule]) -> list[PassReport]:
+        with timer.phase("passes"):
+            return run_passes(
+                traced.gm,
+                passes,
+                verify=config.verify,
+                on_pass=lambda name, gm: record.graph(f"after {name}", traced),
+            )
+
+    reports: list[PassReport] = []
+    with timer.phase("trace"):
+        traced = _trace(source)
+    if source.why:
+        record.graph("captured", traced)
+        reports = run(traced, RAISE)
+    if source.repeat:
+        with timer.phase("unroll"):
+            traced = unroll(traced, source.repeat)
+            reports = [in_all_layers(report, source.repeat) for report in reports]
+    record.graph("traced", traced)
+    graph = digest(traced.gm)
+    if config.verify:
+        with timer.phase("references"):
+            check_references(traced.gm, source.outside(1, 1))
+    joined = JOIN if source.why and source.repeat else ()
+    reports += run(traced, [*joined, *build_passes(config.passes)])
     check_sizes(traced)
-    return traced, reports
-
-
-def _passes(source: Source, config: CompileConfig) -> list[Rule]:
-    return [*(RAISE if source.why else ()), *build_passes(config.passes)]
+    return traced, reports, graph
 
 
 def _trace(source: Source) -> Traced:
-    example = source.example
+    example, repeat = source.example, source.repeat
     what = source.model, example.args, example.named, example.dynamic
-    return trace(*what) if source.why is None else trace_by_dispatch(*what, source.why)
+    if source.why is None:
+        return trace(*what)
+
+    def is_used(name: str) -> bool:
+        layer = repeat.owner(name) if repeat else None
+        return layer is None or repeat is None or repeat.layers[layer] == layer
+
+    with source.while_traced():
+        return trace_by_dispatch(*what, source.why, is_used)
 
 
 def build(

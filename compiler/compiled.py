@@ -23,6 +23,8 @@ from .timer import Timer
 LOOKUPS = ("find artifact", "load")
 """The phases of a start that compiles nothing."""
 _log = logging.getLogger(__name__)
+_MOST_SAID = 500
+"""Characters of a log line on why an artifact does not fit."""
 
 
 @dataclass
@@ -105,6 +107,10 @@ def _make(
     record: Record,
 ) -> Compiled:
     """Build the artifact, publish it, and load it as any other."""
+    if _log.isEnabledFor(logging.INFO):
+        why = store.explain_miss(*wanted.keys)
+        why = why if len(why) <= _MOST_SAID else f"{why[:_MOST_SAID]}…"
+        _log.info("compiling, since no artifact fits: %s", why)
     for refusal in store.refusals:
         _log.warning("%s: %s; compiling anew", printable(str(refusal.path)), refusal.reason)
     from .emit.cpp_compiler import compiler_files

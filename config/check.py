@@ -5,6 +5,8 @@ A start calls this before torch is imported, which takes seconds, and ``resolve`
 
 from __future__ import annotations
 
+import json
+
 from .errors import UserError
 from .levels import BATCH_INVARIANT_LEVEL, LEVELS, LINEAR_FUSIONS, PASSES, Level
 from .options import EngineOptions, option_specs
@@ -37,6 +39,7 @@ def check_options(options: EngineOptions) -> None:
         UserError: an option is out of range, or two of them contradict each other.
     """
     _check_ranges(options)
+    _check_overrides(options)
     level = LEVELS[level_of(options)]
     _check_passes(options, level)
     _check_batch_invariant(options)
@@ -44,6 +47,18 @@ def check_options(options: EngineOptions) -> None:
     _check_store(options, level)
     _check_capture(options, level)
     _check_scheduler(options)
+
+
+def _check_overrides(options: EngineOptions) -> None:
+    try:
+        values = json.loads(options.hf_overrides or "{}")
+    except ValueError as error:
+        raise UserError(f"hf_overrides={options.hf_overrides!r}: not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise UserError(
+            f"hf_overrides={options.hf_overrides!r}: expected an object, such as "
+            '{"max_position_embeddings": 4096}'
+        )
 
 
 def check_limits(options: EngineOptions, limits: ModelLimits) -> None:

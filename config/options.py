@@ -56,6 +56,9 @@ class EngineOptions:
         "whose generation_config.json has the sampling of requests that leave it out: the model's "
         "(auto), nobody's (none), or that of this folder",
     )
+    hf_overrides: str = _option(
+        "", "model", "JSON object of values in place of those of the model's config.json"
+    )
     model_impl: str = _option(
         "auto",
         "model",

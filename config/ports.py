@@ -7,7 +7,7 @@ import difflib
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -34,7 +34,7 @@ def engine_options(model: str, keywords: Mapping[str, Any]) -> EngineOptions:
             model = at_revision(model, value)
         elif name in known:
             if value is not None:  # vLLM's word for a default
-                options[name] = str(value).removeprefix("torch.") if name == "dtype" else value
+                options[name] = _OURS.get(name, lambda same: same)(value)
         elif name in ENGINE:
             options |= ported(ENGINE[name], value)
         else:
@@ -157,4 +157,33 @@ def _compilation(config: Any) -> dict[str, Any]:
     return options
 
 
-_READERS = {"compilation_config": _compilation, "distributed_executor_backend": _executor}
+def _json_text(value: Any) -> Any:
+    """A dict as JSON text, as the command line has it.
+
+    Raises:
+        UserError: something in it is not JSON.
+    """
+    if not isinstance(value, Mapping):
+        return value
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"hf_overrides={value!r}: not JSON: {error}") from None
+
+
+_OURS: dict[str, Callable[[Any], Any]] = {
+    "dtype": lambda value: str(value).removeprefix("torch."),
+    "hf_overrides": _json_text,
+}
+"""Options that vLLM takes as objects of other types too."""
+
+
+def _dataset(name: Any) -> dict[str, Any]:
+    return {"dataset": {"custom": "jsonl", "prefix_repetition": "prefix"}.get(name, name)}
+
+
+_READERS = {
+    "compilation_config": _compilation,
+    "distributed_executor_backend": _executor,
+    "dataset_name": _dataset,
+}

@@ -56,6 +56,7 @@ def resolve(options: EngineOptions, hardware: Hardware, limits: ModelLimits) -> 
         hardware=hardware,
         model=ModelConfig(
             path=options.model,
+            hf_overrides=options.hf_overrides,
             load_format=options.load_format,
             max_model_len=max_model_len,
             seed=options.seed,

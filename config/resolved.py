@@ -75,6 +75,9 @@ class ModelConfig:
         metadata=outside_key("block tables are of any width in compiled code")
     )
     seed: int = field(metadata=outside_key("values of weights never enter the code"))
+    hf_overrides: str = field(
+        default="", metadata=outside_key("the model's own fields, in the key, have them")
+    )
 
 
 @dataclass(frozen=True)

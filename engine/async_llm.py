@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import suppress
 from threading import Thread, current_thread
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..config.ports import check_call
 from .frontend.driver import Driver, Inbox
@@ -22,6 +22,9 @@ from .frontend.loop import CheckedRequest, EngineLoop
 from .frontend.outputs import Deltas, RequestOutput
 from .llm import EngineWrapper
 from .messages.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from .engine import Engine
 
 
 class AsyncLLM(EngineWrapper):
@@ -101,6 +104,27 @@ class AsyncLLM(EngineWrapper):
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; requests that run go on.  Returns True."""
         return self._reset_prefix_cache()
+
+    async def sleep(self, level: int = 1) -> None:
+        """Free the device's memory, as ``LLM.sleep`` does.
+
+        Raises:
+            UserError: as there.
+        """
+        await asyncio.to_thread(self._sleep, level)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """End the sleep, as ``LLM.wake_up`` does.
+
+        Raises:
+            UserError: as there.
+        """
+        await asyncio.to_thread(self._wake_up, tags)
+
+    async def is_sleeping(self) -> bool:
+        """Whether a part of the engine sleeps."""
+        self.engine.check_open("AsyncLLM.is_sleeping")
+        return cast("Engine", self.engine).is_sleeping
 
     def close(self) -> None:
         """Free what the model holds on the device and end the thread.  Requests that run end with

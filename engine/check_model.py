@@ -278,6 +278,7 @@ def _be_quiet() -> None:
     from transformers.utils import logging as library
 
     library.set_verbosity_error()  # type: ignore[no-untyped-call]
+    library.disable_progress_bar()  # type: ignore[no-untyped-call]
     warnings.filterwarnings("ignore")
     logging.getLogger("torch").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)

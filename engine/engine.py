@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from threading import local
@@ -18,10 +19,12 @@ import torch
 from msgspec import to_builtins
 
 from .. import ops
-from ..config import EngineDeadError, EngineOptions, Hardware
+from ..config import EngineDeadError, EngineOptions, Hardware, UserError
 from ..config.device_table import copy_ceiling, shipped
 from ..graph_capture import Graphs, MemoryReport
 from ..model_executor.expert_load import Load, describe_load, read_load
+from ..model_executor.loader import Model
+from ..model_executor.parallel import check_one_rank
 from .core.loop import EngineCore, make_core
 from .frontend.generation_config import find_eos_token_ids, within_vocabulary
 from .frontend.inputs import input_processor, read_tokenizer
@@ -33,8 +36,9 @@ from .ranks.leader import Leader
 from .ranks.start import OneRank, on_all, start_ranks
 from .worker.hardware import detect_hardware
 from .worker.memory import report_kv_groups
-from .worker.progress import show_progress
-from .worker.startup import read_model
+from .worker.progress import Progress, show_progress
+from .worker.sleep import PARTS, Sleeping, drop_weights, read_weights, restore_weights
+from .worker.startup import bind_kv_caches, capture, load_beside, read_model
 from .worker.startup_report import StartupReport
 from .worker.worker import Worker
 
@@ -113,6 +117,7 @@ class Engine(EngineLoop):
         self._bytes_per_block = worker.bytes_per_block
         self._stream = torch.cuda.current_stream() if hardware.device == "cuda" else None
         self._prepared = local()
+        self._sleeping, self._folder = Sleeping(), folder
 
     def report(self) -> dict[str, Any]:
         """Describe this engine as plain data: level, passes, kernel choices, times in seconds,
@@ -120,6 +125,8 @@ class Engine(EngineLoop):
         built = self.compiled.report
         artifact = self.compiled.artifact
         return {
+            "model": self._report_model(),
+            "kv_cache": self._report_kv_cache(),
             "level": self.config.compile.level,
             "num_layers": self.spec.num_layers,
             "hardware": self.config.hardware.name,
@@ -165,6 +172,29 @@ class Engine(EngineLoop):
             **super().report(),
         }
 
+    def _report_model(self) -> dict[str, Any]:
+        precision = self.config.precision
+        return {
+            "name": self.options.model,
+            "architecture": self.spec.architecture,
+            "dtype": precision.dtype,
+            "quantization": precision.quantization,
+            "max_model_len": self.config.model.max_model_len,
+        }
+
+    def _report_kv_cache(self) -> dict[str, Any]:
+        """The size of the KV cache, and how many requests of ``max_model_len`` fit."""
+        limits, size = self.core.limits, self.config.cache.block_size
+        longest, chunk = self.config.model.max_model_len, limits.longest_chunk
+        each = sum(group.most_blocks(longest, chunk, size) for group in limits.groups)
+        return {
+            "tokens": limits.num_blocks * size,
+            "block_size": size,
+            "dtype": self.config.precision.kv_cache_dtype,
+            "bytes": limits.num_blocks * self._bytes_per_block,
+            "full_requests": limits.num_blocks / each,
+        }
+
     def _report_shards(self) -> dict[str, Any]:
         """How many parameters of a captured model are split, by kind, and which layers are not."""
         if self.spec.captured is None or self.spec.captured.ranks == 1:
@@ -198,9 +228,67 @@ class Engine(EngineLoop):
             UserError: what ended another rank.
         """
         self._ranks.check()
+        if self.is_sleeping:
+            return False
         if self.graphs.num_pending:
             self._ranks.capture_next()
         return self.graphs.capture_next()
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether weights or KV cache are not there."""
+        return bool(self._sleeping.parts)
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the device memory of weights, KV cache and graphs; see ``LLM.sleep``.
+
+        Raises:
+            UserError: as there.
+        """
+        check_one_rank(self.options, "an engine of one rank can sleep")
+        if level not in (1, 2) or isinstance(level, bool):
+            raise UserError(
+                f"level={level!r}: expected 1 (weights are kept in the host's memory) or 2 (they "
+                "are read again)"
+            )
+        if self.is_sleeping:
+            raise UserError("sleep: the engine sleeps already; call wake_up() first")
+        self.core.rest()
+        copies = drop_weights(self.weights.result(), keep=level == 1)
+        self._sleeping, self.core.is_sleeping = Sleeping(set(PARTS), level == 2, copies), True
+        self.graphs.forget()
+        self.kv_caches = bind_kv_caches(self.compiled.program, self.spec, self.config, 1)
+        if self._stream is not None:
+            torch.cuda.empty_cache()
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Bring back what ``sleep`` has freed, or a part of it; see ``LLM.wake_up``.
+
+        Raises:
+            UserError: as there.
+        """
+        asleep, wanted = self._sleeping, set(PARTS if tags is None else tags)
+        if isinstance(tags, str) or not wanted <= set(PARTS):
+            raise UserError(f"tags={tags!r}: expected a list of {', '.join(PARTS)}")
+        program = self.compiled.program
+        if "weights" in wanted & asleep.parts:
+            if asleep.reads:
+                read_weights(self.weights.result(), program, self._load)
+            else:
+                restore_weights(asleep.copies)
+            asleep.parts.remove("weights")
+        if "kv_cache" in wanted & asleep.parts:
+            blocks = self.core.limits.num_blocks
+            self.kv_caches = bind_kv_caches(program, self.spec, self.config, blocks)
+            asleep.parts.remove("kv_cache")
+        if self.core.is_sleeping and not asleep.parts:
+            capture(self.graphs, self.config, Progress())
+            self.core.is_sleeping = False
+
+    def _load(self) -> Model:
+        start = StartupReport()
+        with load_beside(self._folder, self.spec, self.config, start, Progress()) as model:
+            return model.result()
 
     def on_device(self) -> AbstractContextManager[object]:
         """The context that a thread steps in: the GPU and the stream that were current when the

@@ -10,16 +10,18 @@ import logging
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from numbers import Integral
-from threading import Lock
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from ..config import UserError, collecting_rarely, engine_options
 from ..config.ports import check_call
+from ..config.process.logs import write_log_by_default
 from ..config.vllm import CALLS, METHODS, Port
 from .beam_search import BeamSearchOutput, BeamSearchParams, search
 from .frontend.check import check_start
 from .frontend.driver import Inbox, driver_of
+from .frontend.engine_log import log_start
 from .frontend.gc_pause import gc_paused
+from .frontend.generate_bar import GenerateBar
 from .frontend.generation_config import describe_default_sampling
 from .frontend.inputs import Prompt, plain
 from .frontend.loop import CheckedRequest, EngineLoop
@@ -30,6 +32,7 @@ from .ranks.executor import started_ranks
 
 if TYPE_CHECKING:
     from .core.loop import EngineCore
+    from .engine import Engine
     from .engine_args import EngineArgs
     from .frontend.chat_messages import Message
 
@@ -101,6 +104,14 @@ class EngineWrapper:
         self.engine.check_open(f"{type(self).__name__}.reset_prefix_cache")
         return self._driver.call(cast("EngineCore", self.engine.core).reset_prefix_cache)
 
+    def _sleep(self, level: int) -> None:
+        self.engine.check_open(f"{type(self).__name__}.sleep")
+        self._driver.call(lambda: cast("Engine", self.engine).sleep(level))
+
+    def _wake_up(self, tags: Sequence[str] | None) -> None:
+        self.engine.check_open(f"{type(self).__name__}.wake_up")
+        self._driver.call(lambda: cast("Engine", self.engine).wake_up(tags))
+
     def _tokenizer(self) -> Any:
         return library_tokenizer(self.engine.inputs.require_tokenizer())
 
@@ -111,11 +122,12 @@ class LLM(EngineWrapper):
     ``LLM("abacus").generate("12+34=")``.  Options are those of ``EngineOptions``, and those of
     vLLM, each of which says what becomes of it (``config/vllm/``).  Any number of threads may call
     one ``LLM``: their requests are batched together.  ``close``, or leaving a ``with`` block, frees
-    its memory.
+    its memory.  The log (logger ``fusewright``) goes to stderr unless the program has set up
+    ``logging``.
 
     Args:
-        disable_log_stats: no line of throughput and KV cache use in the log (``fusewright``, INFO)
-            every ten seconds of generating.
+        disable_log_stats: no line of throughput and KV cache use in the log every ten seconds of
+            generating.
 
     Raises:
         UserError: an option is unknown or bad, or the model cannot be loaded.
@@ -165,7 +177,7 @@ class LLM(EngineWrapper):
                 if time.perf_counter() - self.engine.stepped_s > _LONGEST_PAUSE_S:
                     driver.keep_running(inbox)
             try:
-                with _Progress(len(checked), enabled=use_tqdm) as bar:
+                with GenerateBar(len(checked), enabled=use_tqdm) as bar:
                     # By number, not by time: the same prompts are batched alike every time.
                     for first in range(0, len(checked), _QUEUED_AT_ONCE):
                         driver.submit(checked[first : first + _QUEUED_AT_ONCE], inbox)
@@ -262,6 +274,31 @@ class LLM(EngineWrapper):
         """Forget all cached prefixes; requests that run go on.  Returns True."""
         return self._reset_prefix_cache()
 
+    def sleep(self, level: int = 1) -> None:
+        """Free the device's memory but for what a start keeps of it, until ``wake_up``; requests
+        are refused meanwhile.  The KV cache and all cached prefixes are dropped.
+
+        Args:
+            level: 1 keeps the weights in the host's memory; 2 drops them, and ``wake_up`` reads
+                them from their files.
+
+        Raises:
+            UserError: requests run, the engine sleeps already, the level is another, or the model
+                has several ranks.
+        """
+        self._sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """End the sleep.
+
+        Args:
+            tags: wake only "weights" or "kv_cache"; requests are taken when both are awake.
+
+        Raises:
+            UserError: a tag is neither, or the device has no room.
+        """
+        self._wake_up(tags)
+
     def beam_search(
         self, prompts: Prompt | Iterable[Prompt], params: BeamSearchParams, **ported: Any
     ) -> list[BeamSearchOutput]:
@@ -283,6 +320,7 @@ def start_engine(model: str, options: dict[str, Any], disable_log_stats: bool) -
     Raises:
         UserError: an option is unknown or bad, or the model cannot be loaded.
     """
+    write_log_by_default()
     checked = engine_options(model, options)
     check_start(checked)
     with collecting_rarely(), started_ranks(checked) as others:
@@ -294,52 +332,9 @@ def start_engine(model: str, options: dict[str, Any], disable_log_stats: bool) -
         engine.stats = None
     if said := describe_default_sampling(engine.inputs.default_sampling):
         _log.warning("%s", said)
+    if _log.isEnabledFor(logging.INFO):
+        log_start(engine.report())
     return engine
-
-
-_one_display = Lock()
-
-
-class _Progress:
-    """Finished requests and tokens a second, on stderr.  Importing what draws it takes 15 ms, in
-    which no step would run: without a bar nothing is imported.  A terminal has room for one: of
-    calls at once, the first shows its own."""
-
-    def __init__(self, total: int, *, enabled: bool) -> None:
-        self._num_tokens = 0
-        self._progress: Any = None
-        if not enabled or not _one_display.acquire(blocking=False):
-            return
-        from rich import progress
-        from rich.console import Console
-
-        self._progress = progress.Progress(
-            progress.TextColumn("generating"),
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TextColumn("{task.fields[rate]}"),
-            console=Console(stderr=True),
-        )
-        self._task = self._progress.add_task("generating", total=total, rate="")
-
-    def __enter__(self) -> _Progress:
-        if self._progress is not None:
-            self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            _one_display.release()
-
-    def advance(self, num_tokens: int) -> None:
-        if self._progress is None:
-            return
-        self._num_tokens += num_tokens
-        elapsed = self._progress.tasks[0].elapsed or 0.0
-        rate = f"{self._num_tokens / elapsed:.0f} tokens/s" if elapsed > 0 else ""
-        self._progress.update(self._task, advance=1, rate=rate)
 
 
 def _prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:

@@ -56,6 +56,10 @@ class GraphBackend(Protocol):
     def pool_bytes(self) -> int:
         """Device memory of the pool that all captures share."""
 
+    def renew(self) -> None:
+        """Take another pool for what is captured from now on: nothing of this one is replayed any
+        more."""
+
 
 class CudaGraphs:
     """CUDA graphs from one memory pool, captured on a stream of their own."""
@@ -101,6 +105,9 @@ class CudaGraphs:
     def alias(self, tensor: Tensor) -> Tensor:
         return borrowed(tensor, tensor.device)
 
+    def renew(self) -> None:
+        self._pools = [torch.cuda.graph_pool_handle()]
+
     def pool_bytes(self) -> int:
         segments = torch.cuda.memory_snapshot()
         ours = {tuple(pool) for pool in self._pools}
@@ -133,6 +140,9 @@ class RecordingGraphs:
 
     def pool_bytes(self) -> int:
         return 0
+
+    def renew(self) -> None:
+        """There is no pool."""
 
 
 def make_backend(graphs: str, device: torch.device) -> GraphBackend:

@@ -167,6 +167,13 @@ class Graphs:
         self._full.clear()
         self._piecewise.clear()
 
+    def forget(self) -> None:
+        """Drop all graphs and their memory; each is captured anew when it is needed."""
+        self.release()
+        self._pending, self._grown = dict.fromkeys(self._sizes), 0
+        if self._backend is not None:
+            self._backend.renew()
+
     def replay_full(self, num_tokens: int, num_seqs: int) -> Tensor:
         """Replay a whole step of captured sizes.  Its output is valid until the next replay."""
         graph = self._full[GraphSize(GraphKind.FULL, num_tokens, num_seqs)]

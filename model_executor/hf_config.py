@@ -18,6 +18,7 @@ from .models.weight_names import checkpoint_names
 from .quant.hf_quant import read_quantization
 from .sources.gguf_folder import converted, gguf_file
 from .sources.hub import hub_name, small_files, weight_files
+from .sources.overridden import overridden
 from .spec import ModelSpec, check_blocks
 
 
@@ -107,7 +108,9 @@ def _architecture(config: HfConfig) -> str:
     return str(names[0])
 
 
-def model_folder(model: str, *, weights: bool = False, lookup: Lookup = nowhere) -> Path:
+def model_folder(
+    model: str, *, weights: bool = False, lookup: Lookup = nowhere, overrides: str = ""
+) -> Path:
     """The folder of ``model``: a path, the name of a bundled one, or ``ORG/NAME[@revision]`` on the
     Hub, of which what is not in the Hub's cache is downloaded.  A GGUF file, or a folder of one, is
     converted into a folder, once.
@@ -116,6 +119,7 @@ def model_folder(model: str, *, weights: bool = False, lookup: Lookup = nowhere)
         model: a path wins over a name.
         weights: of a model on the Hub, its weights shall be there too.
         lookup: as of ``read_spec``.
+        overrides: see ``overridden``.
 
     Raises:
         UserError: a model on the Hub cannot be had, or it or a GGUF file is not one that
@@ -123,16 +127,17 @@ def model_folder(model: str, *, weights: bool = False, lookup: Lookup = nowhere)
         MachineError: the network, the Hub or the disk fails.
     """
     if model in BUNDLED and not Path(model).is_dir():
-        return BUNDLED[model]
+        return overridden(BUNDLED[model], overrides)
     hub = hub_name(model)
     if hub is None:
         file = gguf_file(model)
-        return Path(model) if file is None else converted(file, read_spec)
+        folder = Path(model) if file is None else converted(file, read_spec)
+        return overridden(folder, overrides)
     folder = small_files(hub)
-    if weights:
-        read_spec(folder, lookup=lookup)  # refused before gigabytes are downloaded
+    if weights:  # refused before gigabytes are downloaded
+        read_spec(overridden(folder, overrides), lookup=lookup)
         weight_files(hub, folder)
-    return folder
+    return overridden(folder, overrides)
 
 
 def served_name(model: str) -> str:

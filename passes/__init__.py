@@ -7,7 +7,7 @@ keeps both sides, so that ``verify`` can run one against the other.
 
 from ..config import VerificationError
 from .check_references import check_references
-from .pipeline import CANONICALIZE, RAISE, build_passes, run_passes
+from .pipeline import CANONICALIZE, JOIN, RAISE, build_passes, run_passes
 from .report import (
     PassReport,
     RequiredFusionError,
@@ -22,6 +22,7 @@ from .verify_inputs import random_value
 
 __all__ = [
     "CANONICALIZE",
+    "JOIN",
     "RAISE",
     "Context",
     "PassReport",

@@ -38,7 +38,10 @@ _TARGETS: dict[str, tuple[Any, ...]] = {
     "sigmoid": (torch.sigmoid, F.sigmoid, "sigmoid", _ATEN.sigmoid.default),
     "silu": (F.silu, _ATEN.silu.default),
     "gelu": (F.gelu, torch._C._nn.gelu, _ATEN.gelu.default),
+    "relu": (F.relu, torch.relu, "relu", _ATEN.relu.default),
+    "tanh": (torch.tanh, "tanh", _ATEN.tanh.default),
     "rms_norm": (F.rms_norm, torch.rms_norm, _ATEN.rms_norm.default),
+    "layer_norm": (F.layer_norm, torch.layer_norm, _ATEN.layer_norm.default),
     "cast": (
         *("to", "float", "half", "bfloat16", "type", "type_as"),
         _ATEN._to_copy.default,
@@ -82,15 +85,15 @@ def kind(node: Any) -> str:
 _POINTWISE_KINDS = frozenset(
     [
         *("add", "sub", "mul", "div", "pow", "square", "rsqrt", "sqrt", "reciprocal", "neg"),
-        *("cos", "sin", "sigmoid", "silu", "gelu", "cast", "clamp", "clone"),
+        *("cos", "sin", "sigmoid", "silu", "gelu", "relu", "tanh", "cast", "clamp"),
+        "clone",
     ]
 )
-_POINTWISE = (torch.tanh, F.relu)
 
 
 def is_pointwise(node: fx.Node) -> bool:
     """Whether each element is computed of those at its place, as they are spread over the shape."""
-    if kind(node) in _POINTWISE_KINDS or node.target in _POINTWISE:
+    if kind(node) in _POINTWISE_KINDS:
         return True
     return (
         isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
@@ -269,3 +272,45 @@ def roundings(dtype: torch.dtype, count: int) -> Tier:
 def in_order(nodes: Iterable[Any]) -> list[fx.Node]:
     """The distinct nodes among ``nodes``, in the order of the graph."""
     return sorted({node for node in nodes if isinstance(node, fx.Node)})
+
+
+def squared_source(node: Any) -> Any:
+    """x of ``x ** 2`` or ``x * x``, else None."""
+    if kind(node) == "square":
+        return argument(node, 0, "input")
+    if kind(node) == "pow":
+        base, power = with_number(node)
+        return base if power == 2 else None
+    if kind(node) == "mul" and len(node.args) == 2 and is_same(*node.args):
+        return node.args[0]
+    return None
+
+
+def uncentered(squared: Any) -> tuple[Any, Any]:
+    """(x, its mean) of ``x - mean(x)``, as a layer norm squares it; (None, None) of all else, of
+    which the op is an RMSNorm."""
+    if kind(squared) != "sub" or len(squared.args) != 2:
+        return None, None
+    x, mean = squared.args
+    if kind(mean) != "mean" or not is_same(mean.args[0], x) or tensor(mean).dtype != torch.float32:
+        return None, None
+    return (x, mean) if is_over_last(mean) else (None, None)
+
+
+def is_over_last(mean: fx.Node) -> bool:
+    """Whether a mean is over the last dimension alone, which is kept."""
+    dims = dims_of(mean)
+    last = tensor(mean.args[0]).dim() - 1
+    return dims in ([-1], [last]) and bool(argument(mean, 2, "keepdim", False))
+
+
+def dims_of(mean: fx.Node) -> list[int]:
+    dims = argument(mean, 1, "dim", ())
+    return [dims] if isinstance(dims, int) else list(dims or ())
+
+
+def is_centered_alike(scaled: Any, squared: fx.Node) -> bool:
+    """Whether both are ``x - mean(x)`` of the same two nodes."""
+    if kind(scaled) != "sub" or len(scaled.args) != 2:
+        return False
+    return is_same(scaled.args[0], squared.args[0]) and scaled.args[1] is squared.args[1]

@@ -1,16 +1,17 @@
-"""``canonicalize_norm`` raises RMSNorm, however it is spelled.
+"""``canonicalize_norm`` raises RMSNorm and layer normalization, however they are spelled.
 
 Before: ``x.float() * rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)``, cast and multiplied by
 a weight, in any order of operands, with ``x * x`` or ``square``, ``sqrt`` and division or
 ``reciprocal``, the weight before or after the cast, or 1 + the weight; or no weight at all.
-After: ``rms_norm(x, weight, eps[, weight_offset])``.  A norm without a weight is given one of ones,
-which changes no bit.
+After: ``rms_norm(x, weight, eps[, weight_offset])``.  If x is what differs from a mean,
+``x - x.mean(-1, keepdim=True)``, or in place of ``F.layer_norm``: ``layer_norm(x, weight, eps[,
+bias])``.  A norm without a weight is given one of ones, which changes no bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,14 +23,19 @@ from .canonicalize import (
     argument,
     check_dense,
     computed_dtype,
+    dims_of,
     in_order,
+    is_centered_alike,
     is_dense,
+    is_over_last,
     is_same,
     kind,
     only_user,
     other_operand,
     roundings,
+    squared_source,
     tensor,
+    uncentered,
     widened,
     with_number,
 )
@@ -46,7 +52,8 @@ _MOST_STEPS = 3
 @dataclass
 class _Norm:
     """A norm as far as it has been read: ``x`` in its own dtype, the nodes that compute the norm,
-    and whether they round as the op does.  ``weight`` None means that it has none."""
+    and whether they round as the op does.  ``weight`` None means that it has none.  ``centered``:
+    it is a layer norm, which subtracts the mean."""
 
     x: fx.Node
     eps: float
@@ -54,19 +61,28 @@ class _Norm:
     weight_offset: float | None = None
     nodes: list[Any] = field(default_factory=list)
     exact: bool = True
+    centered: bool = False
+    bias: Any = None
 
     @property
     def dtype(self) -> torch.dtype:
         return tensor(self.x).dtype
 
+    @property
+    def tier(self) -> Tier:
+        if not self.centered:
+            return EXACT if self.exact else roundings(self.dtype, 4)
+        return replace(roundings(self.dtype, 4), of_row=2.0**-18)
+
 
 class CanonicalizeNorm:
-    """Expected sites: every root of a mean of squares, and every ``torch.rms_norm``.  A layer norm
-    is none, as it squares ``x`` minus its mean.  Neither is an L2 norm, which divides by no width,
-    nor a norm of 16 bits without a weight that goes on in float32, which the op rounds.
+    """Expected sites: every root of a mean of squares, every ``torch.rms_norm`` and every
+    ``layer_norm``.  An L2 norm is none, as it divides by no width, nor is a norm of 16 bits without
+    a weight that goes on in float32, which the op rounds.
 
-    Exact if root and mean are computed as in the op.  Otherwise, as with a division by the square
-    root, statistics differ in the last bit of float32, and both roundings may go another way.
+    Exact if root and mean are computed as in the op, and nothing is centered.  Otherwise, as with a
+    division by the square root, statistics differ in the last bit of float32, and both roundings
+    may go another way.
     """
 
     name = "canonicalize_norm"
@@ -80,8 +96,7 @@ class CanonicalizeNorm:
             except NotASite:
                 continue
             except Miss as miss:
-                if not _is_centered(squared):
-                    report.miss(site.name, str(miss))
+                report.miss(site.name, str(miss))
                 continue
             swapped = not is_dense(tensor(result))
             context.replace(
@@ -90,7 +105,7 @@ class CanonicalizeNorm:
                 old=in_order([*norm.nodes, result]),
                 outputs=[result],
                 build=partial(_build, norm, swapped),
-                tier=EXACT if norm.exact else roundings(norm.dtype, 4),
+                tier=norm.tier,
             )
             report.match(site.name)
         return report
@@ -106,53 +121,36 @@ def _build(norm: _Norm, swapped: bool, graph: fx.Graph) -> list[fx.Node]:
         weight = call(torch.ops.aten._to_copy.default, (weight,), {"dtype": torch.float32})
     if swapped:
         x = call(torch.ops.aten.transpose.int, (x, -3, -2))
-    offset = () if norm.weight_offset is None else (norm.weight_offset,)
-    normed = call(torch.ops.fw.rms_norm.default, (x, weight, norm.eps, *offset))
+    how = norm.bias if norm.centered else norm.weight_offset
+    op = torch.ops.fw.layer_norm if norm.centered else torch.ops.fw.rms_norm
+    normed = call(op.default, (x, weight, norm.eps, *(() if how is None else (how,))))
     return [call(torch.ops.aten.transpose.int, (normed, -3, -2)) if swapped else normed]
 
 
 def _sites(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Any]]:
-    """(mean or sum, the tensor that is squared), or (``rms_norm``, None), read when its turn comes:
-    x may be the result of a norm that has been replaced."""
+    """(mean or sum, the tensor that is squared), or (a call of a norm, None), read when its turn
+    comes: x may be the result of a norm that has been replaced."""
     for node in list(gm.graph.nodes):
-        if kind(node) == "rms_norm":
+        if kind(node) in ("rms_norm", "layer_norm"):
             yield node, None
-        elif kind(node) in ("mean", "sum") and (squared := _squared(node.args[0])) is not None:
+        elif (
+            kind(node) in ("mean", "sum") and (squared := squared_source(node.args[0])) is not None
+        ):
             yield node, squared
 
 
 def is_eps(number: fx.Node, user: fx.Node) -> bool:
     """Whether ``user`` is a norm that reads ``number`` as its eps, or adds it to a mean that one
     takes the root of."""
-    if kind(user) == "rms_norm":
-        return argument(user, 3, "eps") is number
+    if kind(user) in ("rms_norm", "layer_norm"):
+        return argument(user, 3 + (kind(user) == "layer_norm"), "eps") is number
     operands = [argument(user, 0, "input"), argument(user, 1, "other")]
     if kind(user) != "add" or number not in operands or argument(user, 2, "alpha", 1) != 1:
         return False
     mean = other_operand(user, number)
     if kind(mean) in ("div", "mul"):
         mean = argument(mean, 0, "input")
-    return kind(mean) in ("mean", "sum") and _squared(argument(mean, 0, "input")) is not None
-
-
-def _is_centered(squared: Any) -> bool:
-    """Whether the squared tensor is ``x - mean(x)``, as in a layer norm and in no RMSNorm."""
-    if kind(squared) != "sub" or len(squared.args) != 2:
-        return False
-    x, mean = squared.args
-    return kind(mean) == "mean" and is_same(mean.args[0], x)
-
-
-def _squared(node: Any) -> Any:
-    """x of ``x ** 2`` or ``x * x``, else None."""
-    if kind(node) == "square":
-        return argument(node, 0, "input")
-    if kind(node) == "pow":
-        base, power = with_number(node)
-        return base if power == 2 else None
-    if kind(node) == "mul" and len(node.args) == 2 and is_same(*node.args):
-        return node.args[0]
-    return None
+    return kind(mean) in ("mean", "sum") and squared_source(argument(mean, 0, "input")) is not None
 
 
 def _equal_operands(squares: fx.Node) -> list[Any]:
@@ -185,18 +183,22 @@ def _check_layout(result: fx.Node) -> None:
 
 def _read_call(site: fx.Node) -> tuple[_Norm, fx.Node]:
     x, weight = argument(site, 0, "input"), argument(site, 2, "weight")
-    shape, eps = argument(site, 1, "normalized_shape"), argument(site, 3, "eps")
+    shape, eps, bias = argument(site, 1, "normalized_shape"), argument(site, 3, "eps"), None
+    centered = kind(site) == "layer_norm"
+    if centered:
+        bias, eps = argument(site, 3, "bias"), argument(site, 4, "eps", 1e-5)
     if not isinstance(eps, float):
         raise Miss("eps is left to torch")
     if len(shape) != 1:
         raise Miss(f"no weight of one dimension: normalized_shape {list(shape)}")
-    norm = _Norm(x, eps, weight, None if weight is None else 0.0, exact=False)
+    norm = _Norm(x, eps, weight, None if weight is None else 0.0, [], False, centered, bias)
     if tensor(site).dtype != computed_dtype(x):
         raise Miss(f"the result is {tensor(site).dtype}, x is {norm.dtype}")
     if weight is None:
         _check_width(norm)
-    else:
-        _check_weight(norm, weight, site)
+    for given in (weight, bias):
+        if given is not None:
+            _check_weight(norm, given, site)
     _check_layout(site)
     return norm, site
 
@@ -207,10 +209,8 @@ def _read_statistics(site: fx.Node, squared: Any) -> tuple[_Norm, fx.Node]:
     if not _is_root_taken(site):
         raise NotASite(f"{site.name} is no statistic of a norm: no root of its mean is taken")
     computed_dtype(squared)
-    dims = argument(site, 1, "dim", ())
-    dims = [dims] if isinstance(dims, int) else list(dims or ())
-    if dims not in ([-1], [source.dim() - 1]) or not argument(site, 2, "keepdim", False):
-        raise Miss(f"the mean is over dimensions {dims}, expected the last alone, kept")
+    if not is_over_last(site):
+        raise Miss(f"the mean is over dimensions {dims_of(site)}, expected the last alone, kept")
     if stats.dtype != torch.float32 or source.dtype != torch.float32:
         raise Miss(f"squares of {source.dtype} are averaged in {stats.dtype}, the op's in float32")
     squares: Any = site.args[0]
@@ -225,8 +225,14 @@ def _read_statistics(site: fx.Node, squared: Any) -> tuple[_Norm, fx.Node]:
     eps = with_number(shifted)[1] if kind(shifted) == "add" else None
     if eps is None:
         raise Miss(f"the mean feeds {shifted.name}, not a sum with a number, eps")
-    norm = _Norm(widened(squared), eps, nodes=[*nodes, shifted], exact=kind(site) == "mean")
-    return norm, shifted
+    wide, average = uncentered(squared)
+    if wide is None:
+        x, centered = widened(squared), False
+    else:
+        x, centered = widened(wide), True
+        nodes += [average, wide]
+    exact = kind(site) == "mean"
+    return _Norm(x, eps, nodes=[*nodes, shifted], exact=exact, centered=centered), shifted
 
 
 def _is_root_taken(site: fx.Node) -> bool:
@@ -305,7 +311,7 @@ def _read_scaling(norm: _Norm, shifted: fx.Node, squared: Any) -> fx.Node:
     if kind(normed) != ("div" if divides else "mul") or (divides and normed.args[1] is not scale):
         raise Miss(f"{scale.name} feeds {normed.name}, which does not scale the tensor")
     scaled: Any = normed.args[0] if divides else other_operand(normed, scale)
-    if not is_same(scaled, squared):
+    if not is_same(scaled, squared) and not (norm.centered and is_centered_alike(scaled, squared)):
         raise Miss(f"{normed.name} scales another tensor than the one that is squared")
     if tensor(normed).dtype != torch.float32:
         raise Miss(f"{normed.name} scales in {tensor(normed).dtype}, the op in float32")
@@ -342,7 +348,8 @@ def _read_weight(norm: _Norm, normed: fx.Node) -> fx.Node:
 
 def _read_offset(norm: _Norm, weight: Any) -> Any:
     """The weight of a product in float32, without its cast and without the number added to it."""
-    offset = with_number(weight)[1] if kind(weight) == "add" else None
+    is_sum = kind(weight) == "add" and not norm.centered
+    offset = with_number(weight)[1] if is_sum else None
     if offset is not None and tensor(weight).dtype == torch.float32:
         norm.nodes.append(weight)
         weight = with_number(weight)[0]

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..ops.chain.row_stages import Add, Scale
-from ..ops.chain.stages import Act, AddNorm, AllReduce, Experts, Linear, Norm, Stage
+from ..ops.chain.row_stages import Add, AddNorm, Norm, Scale
+from ..ops.chain.stages import Act, AllReduce, Experts, Linear, Stage
 from ..ops.experts.moe import Call as ExpertsCall
 from ..ops.norm.gated_act import GATED_ACTS
 from ..ops.norm.norm import Norm as Axes, norm_axes
@@ -225,12 +225,13 @@ def read_add_norm(chain: Reading, node: fx.Node) -> Read | None:
     values, last = _one_item(node, 0), 2 if axes.quant else 1
     scale = _one_item(node, 1) if axes.quant else None
     totals = tuple(items(node, last))
-    group_size, offset = (how, None) if axes.quant else (None, how)
+    group_size = how if axes.quant else None
+    operands, constants = _norm_of(axes, weight, eps, None if axes.quant else how)
     return Read(
         lambda names: AddNorm(
-            tensors=names, eps=eps, offset=offset, group_size=group_size, reduce=axes.reduce
+            tensors=names, **constants, group_size=group_size, reduce=axes.reduce
         ),
-        {"weight": weight},
+        operands,
         [node, *items(node, 0), *([scale] if scale else []), *totals],
         values,
         scale,
@@ -242,22 +243,28 @@ def read_add_norm(chain: Reading, node: fx.Node) -> Read | None:
     )
 
 
+def _norm_of(axes: Axes, weight: Any, eps: Any, how: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the operands, the constants) of the stage of a norm; ``how`` is its bias or offset."""
+    operands = {"weight": weight}
+    if axes.center and how is not None:
+        operands["bias"] = how
+    return operands, {"eps": eps, "offset": None if axes.center else how, "center": axes.center}
+
+
 def read_norm(chain: Reading, node: fx.Node) -> Read | None:
     """The norm of what a layer made, before the residual is added."""
-    if norm_axes(node.target) != Axes():
+    axes = norm_axes(node.target)
+    if axes is None or not axes.is_alone:
         return None
     args: list[Any] = [*node.args, None]
-    x, weight, eps, offset = args[:4]
+    x, weight, eps, how = args[:4]
     if x is not chain.value or fake_value(x).dim() != fake_value(chain.x).dim():
         return None
     if reason := why_read_elsewhere(chain, [node]):
         raise Miss(reason)
+    operands, constants = _norm_of(axes, weight, eps, how)
     return Read(
-        lambda names: Norm(tensors=names, eps=eps, offset=offset),
-        {"weight": weight},
-        [node],
-        node,
-        joints=[node],
+        lambda names: Norm(tensors=names, **constants), operands, [node], node, joints=[node]
     )
 
 

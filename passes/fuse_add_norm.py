@@ -1,6 +1,7 @@
-"""``fuse_add_norm`` joins the residual add and the RMSNorm after it in one kernel.
+"""``fuse_add_norm`` joins the residual add and the norm after it in one kernel.
 
-Before: ``r2 = r + x; y = rms_norm(r2, w, eps)``.  After: ``y, r2 = add_rms_norm(x, r, w, eps)``.
+Before: ``r2 = r + x; y = rms_norm(r2, w, eps)``.  After: ``y, r2 = add_rms_norm(x, r, w, eps)``,
+and so with ``layer_norm``.
 This saves one write and one read of the residual stream, and a launch.
 """
 
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..ops.norm.norm import with_axes
+from ..ops.norm.norm import norm_axes, with_axes
 from .canonicalize import is_dense
 from .rule import EXACT, is_call, writes_shared, written_between
 from .sites import Match, Miss, SitePass, call
@@ -25,12 +26,13 @@ ADDS = (
 
 
 def _read(norm: fx.Node) -> Match | None:
-    """Expected sites: every ``rms_norm`` whose input is a sum.  The first norm of a model reads the
+    """Expected sites: every norm whose input is a sum.  The first norm of a model reads the
     embedding, and QK-norms read a projection; neither has a residual to absorb.
 
     Exact: the sum is rounded to the tensors' dtype before it is normalized, as without fusion.
     """
-    if not is_call(norm, torch.ops.fw.rms_norm.default):
+    axes = norm_axes(norm.target)
+    if axes is None or not axes.is_alone:
         return None
     add: Any = norm.args[0]
     if not is_call(add, *ADDS):

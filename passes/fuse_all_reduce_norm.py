@@ -77,6 +77,8 @@ def _why_not(reduce: fx.Node, norm: fx.Node | None) -> str:
         return f"its sum is read by {names}, not by a norm" if names else "nobody reads its sum"
     if reduce not in norm.args[: 1 + _axes(norm).add] or norm.args[0] is norm.args[1]:
         return f"{norm.name} does not normalize the sum, or adds it to itself"
+    if _axes(norm).center:
+        return f"{norm.name} reads its sum, for which there is no kernel over ranks"
     others = [reader for reader in readers if reader is not norm]
     if _axes(norm).add and others:
         return f"the sum is also read without the residual, by {others[0].name}"

@@ -27,7 +27,7 @@ from ..ops.chain.kernels import covered
 from ..ops.chain.rows import ROWS, row_span
 from ..ops.chain.stages import Chain
 from ..ops.norm.gated_act import GATED_ACTS
-from ..ops.norm.norm import Norm as Axes, norm_axes
+from ..ops.norm.norm import norm_axes
 from .chain_readers import (
     MOE,
     QUANTIZE,
@@ -243,7 +243,8 @@ def is_expected(node: fx.Node) -> bool:
         if not is_call(source, operator.getitem) or source.args[1] != 0:
             return False
         return is_add_norm(source.args[0])
-    if is_call(node, _ALL_REDUCE) or norm_axes(node.target) == Axes():
+    axes = norm_axes(node.target)
+    if is_call(node, _ALL_REDUCE) or (axes is not None and axes.is_alone):
         return is_call(node.args[0], LINEAR, MOE, _ALL_REDUCE)
     return is_add_norm(node) and any(is_call(r, LINEAR, MOE) for r in _readers(node))
 

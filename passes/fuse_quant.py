@@ -111,6 +111,8 @@ def _norm(quant: QuantNode) -> Match | None:
     reason = _why_not(quant, norm)
     if any(offset is not None for offset in norm.args[count:]):
         reason = "its weight has an offset, for which there is no fused kernel"
+    if axes.center:
+        reason = "it is a layer norm, for which there is no fused kernel"
     if reason:
         raise Miss(reason)
     _check_read(quant)

@@ -78,8 +78,9 @@ class Context:
         """Replace ``outputs`` by the nodes that ``build`` makes, which come right before ``site``.
 
         ``old`` are the matched nodes in graph order, and ``outputs`` those whose values are used
-        outside; ``build`` returns their replacements in the same order.  Matched nodes with other
-        users stay.  ``tier`` is for this rewrite, if it may move its outputs less than its rule.
+        outside; ``build`` returns their replacements in the same order, and may say what values
+        they stand for.  Matched nodes with other users stay.  ``tier`` is for this rewrite, if it
+        may move its outputs less than its rule.
         """
         if self.limit is not None and len(self.replaced) >= self.limit:
             return
@@ -92,7 +93,8 @@ class Context:
         new: list[fx.Node] = []
         node = first.next
         while node is not site:
-            node.meta["example_value"] = self._fake(node, spare)
+            if "example_value" not in node.meta:
+                node.meta["example_value"] = self._fake(node, spare)
             if STACK in site.meta:
                 node.meta[STACK] = site.meta[STACK]
             new.append(node)

@@ -73,7 +73,9 @@ def compute_fake(node: fx.Node) -> Any:
     if not tensors:  # it creates a tensor, perhaps of a symbolic size
         tensors = _tensors([fake_value(n) for n in node.graph.find_nodes(op="placeholder")])
     modes = [value.fake_mode for value in tensors if isinstance(value, FakeTensor)]
-    with modes[0] if modes else nullcontext():
+    # In the mode of tensors that were made in inference mode, fakes of views are found in a cache.
+    inferred = torch.inference_mode(any(value.is_inference() for value in tensors))
+    with modes[0] if modes else nullcontext(), inferred:
         if node.op == "call_method" and node.target == "contiguous" and not (args[1:] or kwargs):
             return contiguous(args[0])
         if node.op == "call_method":

@@ -19,13 +19,16 @@ from typing import Any
 
 import pytest
 import typer.main
+import yaml
 
+from fusewright import __version__
 from fusewright.serve.cli import app
 from fusewright.serve.commands.explain import levels_table
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-ROOT_PAGES = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
+ROOT_NAMES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
+ROOT_PAGES = [ROOT / name for name in ROOT_NAMES]
 PAGES = [*ROOT_PAGES, *sorted(DOCS.rglob("*.md"))]
 PRESENT = [page for page in PAGES if page.parent.name not in {"decisions", "lab"}]
 """Pages that describe the code as it is.  Decisions and lab notes name what was there then."""
@@ -80,7 +83,8 @@ def test_the_picture_of_the_line_names_folders_that_are_there() -> None:
 def test_every_page_is_in_the_navigation_of_the_site() -> None:
     listed = set(re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
     written = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
-    assert listed == written | {"index.md", "architecture.md", "contributing.md"}
+    of_the_root = {"index.md", *(name.lower() for name in ROOT_NAMES[1:])}
+    assert listed == written | of_the_root
 
 
 def test_the_pages_of_the_root_stay_short() -> None:
@@ -88,6 +92,67 @@ def test_the_pages_of_the_root_stay_short() -> None:
     assert lines["README.md"] <= 130
     assert lines["ARCHITECTURE.md"] <= 190
     assert lines["CONTRIBUTING.md"] <= 80
+    assert lines["CHANGELOG.md"] <= 200
+
+
+def user_pages() -> Iterator[Path]:
+    """README, the changelog, and what the navigation lists under "Use it"."""
+    yield from (ROOT_PAGES[0], ROOT_PAGES[-1])
+    text = (
+        (ROOT / "mkdocs.yml").read_text().partition("- Use it:")[2].partition("- How it works:")[0]
+    )
+    for name in re.findall(r": ([\w-]+\.md)$", text, re.M):
+        if (DOCS / name).exists():
+            yield DOCS / name
+
+
+COMMIT = re.compile(r"\b(?!ed25519)(?=\d*[a-f])(?=[a-f]*\d)[0-9a-f]{7,40}\b")
+ISSUE = re.compile(r"(?<![\w&/])#\d+|\bissues? \d+", re.I)
+SOURCE = re.compile(
+    r"\b(?:bench|benchmarks|compiler|config|csrc|engine|graph_capture|model_executor|ops|passes|serve"
+    r"|tests|tools)/[\w/.-]+\.(?:py|cuh?|cpp)\b"
+)
+
+
+@pytest.mark.parametrize("page", [*user_pages()], ids=name_of)
+def test_a_page_for_users_names_no_commit_no_issue_and_no_source_file(page: Path) -> None:
+    text = page.read_text()
+    assert not [*COMMIT.findall(text), *ISSUE.findall(text), *SOURCE.findall(text)]
+
+
+def test_commits_issues_and_source_files_are_found() -> None:
+    assert COMMIT.findall("at 782041b, 1a60b2aef0, ed25519, 4096 and facade") == [
+        *("782041b", "1a60b2aef0")
+    ]
+    assert ISSUE.findall("see #12, issue 48, [x](a.md#3)") == ["#12", "issue 48"]
+    assert SOURCE.findall("`ops/linear/linear.py`, examples/a.py") == ["ops/linear/linear.py"]
+
+
+def test_the_workflow_runs_what_ci_is() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    assert ".ci/run" in [step.get("run") for step in steps]
+    assert all("timeout-minutes" in job for job in workflow["jobs"].values())
+
+
+@pytest.mark.parametrize("name", ["bug", "feature", "model"])
+def test_an_issue_template_asks_for_what_is_needed(name: str) -> None:
+    form = yaml.safe_load((ROOT / f".github/ISSUE_TEMPLATE/{name}.yml").read_text())
+    assert {"name", "description", "body"} <= set(form)
+    assert any(field["validations"]["required"] for field in form["body"] if "validations" in field)
+    labels = " ".join(
+        f"{field['attributes']['label']} {field['attributes'].get('description', '')}"
+        for field in form["body"]
+    )
+    for command in re.findall(r"`fusewright (.*?)`", labels):
+        parse_fusewright(shlex.split(command))
+
+
+def test_the_version_is_one_and_the_changelog_has_it() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == __version__
+    versions = re.findall(r"^## (\d+\.\d+\.\d+)", ROOT_PAGES[-1].read_text(), re.M)
+    assert versions[0] == __version__
 
 
 RECORDS = sorted(set((DOCS / "decisions").glob("*.md")) - {DOCS / "decisions" / "index.md"})
@@ -183,7 +248,7 @@ def test_a_command_that_a_page_shows_can_be_typed(
     page: Path, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    if words[0] in {"podman", "torchrun"} and "fusewright" in words:
+    if words[0] in {"docker", "torchrun"} and "fusewright" in words:
         words = words[words.index("fusewright") :]
     (program, *arguments) = words
     if program == "fusewright":
@@ -202,7 +267,7 @@ def test_a_command_that_a_page_shows_can_be_typed(
         assert program in {
             "curl",
             "git",
-            "podman",
+            "docker",
             "openssl",
             "python3",
             "mkdir",
@@ -212,6 +277,7 @@ def test_a_command_that_a_page_shows_can_be_typed(
             "lm-eval",
             "guidellm",
             "ray",
+            "hf",
         } or ((ROOT / program).exists()), program
 
 

@@ -1,6 +1,6 @@
-"""What ``mkdocs.yml`` calls to take the three documents of the root into the site.
+"""What ``mkdocs.yml`` calls to take the four documents of the root into the site.
 
-README.md becomes the first page, ARCHITECTURE.md and CONTRIBUTING.md pages beside those of
+README.md becomes the first page, the others pages beside those of
 ``docs/``; links between the root and ``docs/`` are turned round, so that each document is written
 once and its links work on GitHub and on the site alike.
 """
@@ -17,6 +17,7 @@ PAGES = {
     "README.md": "index.md",
     "ARCHITECTURE.md": "architecture.md",
     "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
 }
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fusewright.config.vllm import (
+    BENCH,
     CALLS,
     COMPLETIONS,
     ENGINE,
@@ -54,12 +55,32 @@ Flags may have underscores, `-tp`, `-pp`, `-dp`, `-ep` and `-q` are understood, 
 |---|---|---|
 | `max_tokens` of `run` and `chat` | 16 or the context | 256; `SamplingParams()` has 16, as there |
 | steps of prompts and decodes in a server | up to `max_num_batched_tokens` | 256 tokens (`--max-num-mixed-tokens 0` lifts it) |
+| `max_num_seqs` | 1024 on GPUs of 70 GB or more, else 256 | 512 there, else 256 |
+| `max_num_batched_tokens` | `LLM` 16384 and `serve` 8192 on GPUs of 70 GB or more | 8192 on every GPU, 2048 on a CPU |
+| requests of `bench serve` and `bench throughput` | 1000 of `--dataset-name random` | 500 of `--dataset chat`, a mix of lengths |
+| figures of `bench latency` | mean of 10 runs of a whole batch | time a token and to the first token, the best of 2 runs |
 | address of the server | all interfaces | 127.0.0.1; `--host 0.0.0.0` opens it |
 | sites whose pages may ask (CORS) | all | none; `--allowed-origins '*'` opens it |
 | tool calls | `--enable-auto-tool-choice` and a parser | read as the chat template writes them |
 | code that comes with a model | runs with `trust_remote_code` | never runs |
 | compiled code | built at the first start | kept as an artifact, listed by `fusewright cache ls` |
 | batch invariance | an environment variable | `batch_invariant=True` |
+
+## What is missing
+
+| vLLM has | here | instead |
+|---|---|---|
+| LoRA adapters | no | merge the adapter into the weights |
+| speculative decoding, MTP, EAGLE | no | |
+| images, audio, video | no; a multimodal model is served as its text decoder | |
+| embeddings, scores, rewards, classification | no | another server |
+| GPTQ, AWQ, bitsandbytes, MXFP4, NVFP4, int8 | no | `--quantization fp8` of the 16-bit checkpoint, or a checkpoint in FP8; a script can [admit a format](quantization.md#a-format-of-your-own) |
+| recurrent and hybrid models (Mamba, Qwen3-Next, …) | no | [models](models.md) says which types run |
+| logits processors in Python | no | `logit_bias`, `bad_words`, `allowed_token_ids`, `structured_outputs` |
+| offloading of weights and KV cache to the CPU | no | FP8 weights and KV cache, or more GPUs |
+| prefill and decode on different machines, KV connectors | no | |
+| AMD, Intel, TPU, Apple | no | [which GPUs](gpus.md) |
+| code of a model's repository (`trust_remote_code`) | never | an architecture of `transformers` |
 
 `SamplingParams` may be changed after it was made. A request takes a copy, and the values are checked
 then.
@@ -83,6 +104,7 @@ def page() -> str:
     for title, table, form in (
         ("`LLM(…)`, `EngineArgs(…)`, and flags of `serve`", ENGINE, "{}"),
         ("Other flags of `serve`", SERVE, "--{}"),
+        ("Flags of `bench`", BENCH, "--{}"),
         ("`SamplingParams(…)`", SAMPLING, "{}"),
         ("Methods of `LLM`", METHODS, "{}"),
         ("Arguments of `generate`, `chat` and `beam_search`", CALLS, "{}"),
@@ -108,7 +130,7 @@ def _rows(table: Mapping[str, Argument], form: str) -> Iterator[str]:
                 name = name.replace("_", "-") if form.startswith("--") else name
                 by_reason.setdefault(argument.says, []).append(f"`{name}`")
         for says, names in by_reason.items():
-            says = f"`{says}`" if says.isidentifier() else says
+            says = f"`{form.format(says)}`" if says.isidentifier() else says
             yield f"| {', '.join(names)} | {port.value} | {says.replace('|', chr(92) + '|')} |"
 
 

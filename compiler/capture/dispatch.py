@@ -31,11 +31,13 @@ def trace_by_dispatch(
     named: Mapping[str, Tensor],
     dynamic: Mapping[str, Mapping[int, str]],
     why: Callable[[BaseException], str],
+    is_used: Callable[[str], bool] = lambda name: True,
 ) -> Traced:
     """Capture ``model(*args)``; arguments and result are those of ``trace``.
 
     Args:
         why: an error of the model's code in one line.
+        is_used: whether an input is one of the graph, by its name; the model has None for others.
 
     Raises:
         TraceError: the model's code depends on data, or on a size that differs between steps.
@@ -53,6 +55,7 @@ def trace_by_dispatch(
             if what not in sizes:
                 sizes[what] = _symbol(env, what, tensor.shape[dim]), GraphInput(name, dim)
     weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    weights = {name: tensor for name, tensor in weights.items() if is_used(WEIGHTS + name)}
 
     def like(tensor: Tensor, counts: Mapping[int, str]) -> Tensor:
         shape = [
@@ -63,11 +66,15 @@ def trace_by_dispatch(
             return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
 
     inputs = {WEIGHTS + name: like(tensor, {}) for name, tensor in weights.items()}
-    inputs |= {name: like(tensor, dynamic.get(name, {})) for name, tensor in named.items()}
+    inputs |= {
+        name: like(tensor, dynamic.get(name, {})) for name, tensor in named.items() if is_used(name)
+    }
     names = {id(tensor): name for name, tensor in named.items()}
 
     def call(symbols: list[torch.SymInt], tensors: dict[str, Tensor]) -> Tensor:
-        arguments = tree_map(lambda x: tensors[names[id(x)]] if isinstance(x, Tensor) else x, args)
+        arguments = tree_map(
+            lambda x: tensors.get(names[id(x)]) if isinstance(x, Tensor) else x, args
+        )
         held = {name: tensors[WEIGHTS + name] for name in weights}
         with _paths(model), WithoutDriver():
             return torch.func.functional_call(model, held, arguments)  # type: ignore[no-any-return]

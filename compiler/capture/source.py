@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -52,6 +53,14 @@ class Repeat:
         match = re.fullmatch(rf"(?:.*\b)?{self.module}\.(\d+)(?:\.(.*))?", module)
         return (int(match[1]), match[2] or "") if match else (None, module)
 
+    def owner(self, name: str) -> int | None:
+        """The layer that an input belongs to; None if it belongs to none."""
+        for pattern in self.inputs:
+            own = re.escape(pattern).replace(r"\{\}", r"(\d+)")
+            if match := re.match(own if pattern.endswith(".") else f"{own}$", name):
+                return int(match[1])
+        return None
+
     def relocate(self, node: fx.Node, layer: int) -> None:
         """Let ``node``, a copy of one of a traced layer, say that it belongs to ``layer``."""
         from ...passes.module_paths import STACK
@@ -63,13 +72,10 @@ class Repeat:
                 for key, (path, *rest) in stack.items()
             }
 
-    def rename(self, name: str, traced: int, layer: int) -> str | None:
-        """The name, in ``layer``, of an input that belongs to ``traced``; None if it does not."""
-        for pattern in self.inputs:
-            own = pattern.format(traced)
-            if name == own or (pattern.endswith(".") and name.startswith(own)):
-                return pattern.format(layer) + name.removeprefix(own)
-        return None
+    def rename(self, name: str, traced: int, layer: int) -> str:
+        """The name, in ``layer``, of an input that belongs to ``traced``."""
+        own = next(p for p in self.inputs if name.startswith(p.format(traced)))
+        return own.format(layer) + name.removeprefix(own.format(traced))
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,8 @@ class Source:
     Attributes:
         model: the module; its weights become inputs.  May hold fake tensors.
         example: arguments to trace with; may be fake tensors.
-        repeat: how the model stands for a deeper one, if it does.
+        repeat: how the traced layers stand for all, if they do.
+        while_traced: a context in which the model is captured by running it.
         outside: the ops that the caller runs beside the program.
         shown: how the layers of a model that is captured whole are named, for reports.
         experts: those whose tiles can be measured, if the model has some.
@@ -100,6 +107,7 @@ class Source:
     model: nn.Module
     example: Example
     repeat: Repeat | None = None
+    while_traced: Callable[[], AbstractContextManager[None]] = nullcontext
     outside: OutsideCalls = lambda num_tokens, num_seqs: ()
     shown: Repeat | None = None
     experts: Experts | None = None

@@ -1,6 +1,8 @@
 """Repeats layers in a traced graph: layers that differ in weights alone are traced once and copied.
 
-Dynamo takes about 0.1 s a layer; copying a layer's nodes takes a millisecond.
+Tracing takes about 0.1 s a layer; copying a layer's nodes takes a millisecond.  The graph of a
+captured model says by marks where a layer begins (``passes/layer_mark.py``), since its layers read
+other values of the model too, such as angles; they are raised before they are copied.
 """
 
 from __future__ import annotations
@@ -12,6 +14,10 @@ from itertools import takewhile
 
 from torch import fx
 
+from ...passes import PassReport
+from ...passes.layer_mark import MARK
+from ...passes.rule import is_call, memory, writes, written
+from ...passes.subgraph import fake_value, is_alike
 from .source import Repeat
 from .trace import GraphInput, Traced, TraceError
 
@@ -32,12 +38,7 @@ def unroll(traced: Traced, repeat: Repeat) -> Traced:
         TraceError: a layer passes on something else than one value.
     """
     placeholders = traced.gm.graph.find_nodes(op="placeholder")
-    outer = {
-        node
-        for node, source in zip(placeholders, traced.inputs, strict=True)
-        if source != GraphInput(repeat.carried)
-    }
-    layers = _layers(traced.gm.graph, repeat, outer)
+    layers, hoisted = _layers(traced, repeat)
     first, last = layers[min(layers)], layers[max(layers)]
     inside = {node for layer in layers.values() for node in layer.nodes}
     graph = fx.Graph()
@@ -45,7 +46,7 @@ def unroll(traced: Traced, repeat: Repeat) -> Traced:
     inputs: list[GraphInput] = []
     owned: dict[int, list[tuple[fx.Node, GraphInput]]] = {number: [] for number in layers}
     for node, source in zip(placeholders, traced.inputs, strict=True):
-        owner = _owner(source, repeat, layers)
+        owner = _owner(source, repeat)
         if owner is not None:
             owned[owner].append((node, source))
             continue
@@ -56,13 +57,13 @@ def unroll(traced: Traced, repeat: Repeat) -> Traced:
         own.append({})
         for node, source in owned[number]:
             name = repeat.rename(source.name, number, layer)
-            assert name is not None
             own[layer][node] = graph.placeholder(re.sub(r"\W", "_", name))
             own[layer][node].meta = dict(node.meta)
             inputs.append(replace(source, name=name))
     computed = [n for n in traced.gm.graph.nodes if n.op != "placeholder"]
-    before = list(takewhile(lambda n: n not in inside, computed))
-    _copy(before, graph, mapping)
+    before = {*takewhile(lambda n: n not in inside, computed), *hoisted}
+    _copy([n for n in computed if n in before], graph, mapping)
+    between = {layer.carried_in for layer in layers.values()}
     carried = mapping[first.carried_in]
     for layer, number in enumerate(repeat.layers):
         template = layers[number]
@@ -72,38 +73,87 @@ def unroll(traced: Traced, repeat: Repeat) -> Traced:
             repeat.relocate(local[node], layer)
         carried = local[template.carried_out]
     mapping[last.carried_out] = carried
-    _copy([n for n in computed[len(before) :] if n not in inside], graph, mapping)
+    known = before | inside | between
+    _copy([n for n in computed if n not in known], graph, mapping)
     graph.lint()
     return replace(traced, gm=fx.GraphModule(traced.gm, graph), inputs=tuple(inputs))
 
 
 def _copy(nodes: Sequence[fx.Node], graph: fx.Graph, mapping: dict[fx.Node, fx.Node]) -> None:
     for node in nodes:
-        mapping[node] = graph.node_copy(node, lambda n: mapping[n])
+        if is_call(node, MARK):
+            mapping[node] = mapping[node.args[0]]  # type: ignore[index]
+        else:
+            mapping[node] = graph.node_copy(node, lambda n: mapping[n])
 
 
-def _owner(source: GraphInput, repeat: Repeat, layers: dict[int, _Layer]) -> int | None:
+def _owner(source: GraphInput, repeat: Repeat) -> int | None:
     # A size that a layer's input carries is the same in every layer, so it stays one input.
-    if source.dim is not None:
-        return None
-    for number in layers:
-        if repeat.rename(source.name, number, number) is not None:
-            return number
-    return None
+    return repeat.owner(source.name) if source.dim is None else None
 
 
-def _layers(graph: fx.Graph, repeat: Repeat, outer: set[fx.Node]) -> dict[int, _Layer]:
+def _layers(traced: Traced, repeat: Repeat) -> tuple[dict[int, _Layer], set[fx.Node]]:
+    """The traced layers by number; and what is computed in them of nothing that belongs to one, and
+    is the same in every layer therefore."""
+    graph = traced.gm.graph
+    sources = dict(zip(graph.find_nodes(op="placeholder"), traced.inputs, strict=True))
+    marks = [node for node in graph.nodes if is_call(node, MARK)]
+    carried = {*marks} or {n for n, it in sources.items() if it == GraphInput(repeat.carried)}
+    numbers = {
+        node: repeat.traced_layer(node)
+        for node in graph.nodes
+        if node.op not in ("placeholder", "output")
+    }
+    _end_at_marks(marks, numbers)
+    same = {n for n, it in sources.items() if _owner(it, repeat) is None} - carried
+    hoisted = _hoisted(graph, numbers, same) if marks else set()
     nodes: dict[int, list[fx.Node]] = {}
-    for node in graph.nodes:
-        number = repeat.traced_layer(node) if node.op not in ("placeholder", "output") else None
-        if number is not None:
+    for node, number in numbers.items():
+        if number is not None and node not in hoisted:
             nodes.setdefault(number, []).append(node)
     if sorted(nodes) != sorted(set(repeat.layers)):
         raise TraceError(
             f"the trace has nodes of layers {sorted(nodes)} in {repeat.module!r}, expected "
             f"{sorted(set(repeat.layers))}"
         )
-    return {number: _layer(number, members, outer) for number, members in nodes.items()}
+    if any(not is_alike(fake_value(marks[0]), fake_value(mark)) for mark in marks):
+        raise TraceError("layers pass on tensors of several shapes")
+    outer = {*sources} | (hoisted | {n for n in numbers if numbers[n] is None} if marks else set())
+    layers = {number: _layer(number, of, outer - carried) for number, of in nodes.items()}
+    return layers, hoisted
+
+
+def _end_at_marks(marks: list[fx.Node], numbers: dict[fx.Node, int | None]) -> None:
+    """Let marks belong to no layer, and what they are made of to the layer before."""
+    places = {node: place for place, node in enumerate(numbers)}
+    before, start = None, -1
+    for mark in marks:
+        number, numbers[mark] = numbers[mark], None
+        waiting = list(mark.all_input_nodes)
+        while waiting:
+            node = waiting.pop()
+            if places.get(node, -1) > start and numbers[node] == number:
+                numbers[node] = before
+                waiting += node.all_input_nodes
+        before, start = number, places[mark]
+
+
+def _hoisted(
+    graph: fx.Graph, numbers: dict[fx.Node, int | None], outer: set[fx.Node]
+) -> set[fx.Node]:
+    """The nodes in layers that are computed of ``outer`` inputs alone, and what they are computed
+    of."""
+    changed = {one for node in graph.nodes for one in memory(*written(node))}
+    same = set(outer)
+    for node in numbers:
+        fixed = not writes(node) and not is_call(node, MARK) and not memory(node) & changed
+        if fixed and all(arg in same for arg in node.all_input_nodes):
+            same.add(node)
+    hoisted: set[fx.Node] = set()
+    for node in reversed(numbers):
+        if node in same and (numbers[node] is not None or hoisted & node.users.keys()):
+            hoisted.add(node)
+    return hoisted
 
 
 def _layer(number: int, nodes: list[fx.Node], outer: set[fx.Node]) -> _Layer:
@@ -123,3 +173,16 @@ def _carried_in(nodes: list[fx.Node], others: set[fx.Node]) -> Iterator[fx.Node]
     layer may read."""
     for node in nodes:
         yield from (arg for arg in node.all_input_nodes if arg not in others)
+
+
+def in_all_layers(report: PassReport, repeat: Repeat) -> PassReport:
+    """The report of a pass over traced layers, with the sites of all that they stand for."""
+    sites = []
+    for site in report.sites:
+        traced, inside = repeat.layer_of(site.module)
+        copies = [n for n, kind in enumerate(repeat.layers) if kind == traced]
+        for layer in copies:
+            path = f"{repeat.module}.{layer}" + (f".{inside}" if inside else "")
+            sites.append(replace(site, module=path))
+        sites += [] if copies else [site]
+    return replace(report, sites=sites)

@@ -13,6 +13,7 @@ import copy
 import inspect
 import re
 import symtable
+import unittest.mock
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ from .piece_code import (
 )
 
 MAX_SIZE = 2**14
-"""Largest dynamic size that compiled code must be valid for: Inductor assumes 32-bit indices."""
+"""Largest dynamic size that compiled code must be valid for."""
 _SIZES = (1, 2, 3, 17, 300, MAX_SIZE)
 
 
@@ -93,6 +94,7 @@ def emit_inductor(piece: Subgraph, dims: Mapping[str, str], *, tune: bool) -> Pi
 def compile_piece(piece: Subgraph, *, tune: bool) -> InductorModule:
     """Compile ``piece`` into Inductor's module, and choose its kernels' configurations."""
     from torch._inductor import config
+    from torch._inductor.codegen import simd
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     recorded: list[InductorModule] = []
@@ -118,6 +120,8 @@ def compile_piece(piece: Subgraph, *, tune: bool) -> InductorModule:
     with (
         torch.inference_mode(),
         config.patch(options),
+        # Inductor asks the example's sizes, and adds a guard that larger ones break.
+        unittest.mock.patch.object(simd, "expr_fits_within_32bit", fits_32_bits),
         # A hit in this cache would return the outer wrapper without calling `record`.
         torch._functorch.config.patch(enable_autograd_cache=False),
         torch._guards.tracing(torch._guards.TracingContext(fake_mode)),
@@ -128,6 +132,12 @@ def compile_piece(piece: Subgraph, *, tune: bool) -> InductorModule:
         choose_configurations(compiled.module, compiled.call, examples)
     check_guards(guards[known:])
     return compiled
+
+
+def fits_32_bits(expr: sympy.Expr) -> bool:
+    """Whether a count of elements is below 2**31 at every size; else indices have 64 bits."""
+    largest = expr.subs(dict.fromkeys(expr.free_symbols, MAX_SIZE))
+    return bool(largest <= torch.iinfo(torch.int32).max)
 
 
 def _loaded(result: Any) -> InductorModule:

@@ -13,8 +13,8 @@ from itertools import product
 from typing import TypeAlias
 
 from ...ops.chain.chain import CUDA, OVER_RANKS
-from ...ops.chain.row_stages import Add, Scale
-from ...ops.chain.stages import Act, AddNorm, Experts, Linear, Norm, Stage, parse
+from ...ops.chain.row_stages import Add, AddNorm, Norm, Scale
+from ...ops.chain.stages import Act, Experts, Linear, Stage, parse
 from ...ops.norm.gated_act import ACTIVATIONS, GATED_ACTS
 from ...ops.norm.norm import NORMS
 
@@ -24,7 +24,7 @@ QUANTS = ("static", "token", "group")
 Pattern: TypeAlias = tuple[type[Stage], ...]
 _KINDS = {"": ((),), "static": (("FP8 static",),), "dynamic": (("FP8 token",), ("FP8 group",))}
 _BLOCKS = "the scale follows from values that several blocks of the kernel compute"
-_HIDDEN = "the norm that follows adds for nothing, hidden behind the next linear's weights"
+_HIDDEN = "the norm that follows adds at no cost, while the next weights are read"
 _ROWS = "a scale a {} needs the largest value of a row, which several blocks of a linear compute"
 
 
@@ -88,8 +88,9 @@ def has_pattern(text: str, pattern: Pattern) -> bool:
 
 def _named() -> Iterator[Fusion]:
     for axes, op in NORMS.items():
-        steps = (("all-reduce", axes.reduce), ("add", axes.add), ("RMSNorm", True))
+        steps = (("all-reduce", axes.reduce), ("add", axes.add))
         parts = tuple(part for part, done in steps if done)
+        parts += ("layer norm" if axes.center else "RMSNorm",)
         yield from (Fusion((*parts, *kind), op.name) for kind in _KINDS[axes.quant])
     for (activation, quant), op in GATED_ACTS.items():
         name = f"{ACTIVATIONS[activation].title}-mul"

@@ -1,12 +1,14 @@
 """vLLM's arguments, and the fields of requests, as tables."""
 
 from .argument import Argument, Port
+from .bench import BENCH
 from .calls import CALLS, METHODS, SAMPLING
 from .engine import ENGINE
 from .requests import COMPLETIONS, GENERATION, MESSAGES, PATHS, RESPONSES, TOKENIZE
 from .serve import SERVE
 
 __all__ = [
+    "BENCH",
     "CALLS",
     "COMPLETIONS",
     "ENGINE",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .argument import ignored, other, refused, same, table
-from .engine import LORA, POOLING, PROCESSORS, SLEEP
+from .engine import LORA, POOLING, PROCESSORS
 
 SAMPLING = table(
     same("n temperature top_p top_k min_p seed repetition_penalty presence_penalty"),
@@ -46,10 +46,10 @@ CALLS = table(
 
 METHODS = table(
     same("generate chat beam_search get_tokenizer get_default_sampling_params"),
-    same("reset_prefix_cache from_engine_args"),
+    same("reset_prefix_cache from_engine_args wake_up"),
+    same("sleep", "level 1 or 2"),
     other(get_metrics="report"),
     refused(POOLING, "encode embed classify reward score"),
-    refused(SLEEP, "sleep wake_up"),
     refused("LLM.report() has the facts of every rank", "collective_rpc"),
     refused("the model runs as compiled code; LLM.report() describes it", "apply_model"),
     refused("use `fusewright profile`", "start_profile stop_profile"),

@@ -21,8 +21,6 @@ PROCESSORS = "sampling runs on the device without Python in between; use logit_b
 PROCESSORS += "allowed_token_ids or structured_outputs"
 POOLING = "models generate text, they give no embeddings or scores; use another server for that"
 _LOADING = "weights are read from safetensors straight to the device"
-SLEEP = "captured graphs hold the addresses of weights and KV cache; close the LLM and make a new "
-SLEEP += "one, which loads its artifact in seconds"
 
 ENGINE = table(
     same("model tokenizer revision seed max_model_len gpu_memory_utilization block_size"),
@@ -38,6 +36,7 @@ ENGINE = table(
     same("quantization", "fp8 of bfloat16 weights, or as the checkpoint is"),
     same("kv_cache_dtype", "auto, fp8, fp8_e4m3"),
     same("load_format", "auto, safetensors, dummy"),
+    same("hf_overrides", "a dict or its JSON, no function"),
     same("generation_config", "none is vLLM's 'vllm', which is understood too"),
     same("model_impl", "auto, adapter (or vllm), transformers"),
     same("attention_backend", "auto, cuda, triton, native: the kernels have other names"),
@@ -65,6 +64,7 @@ ENGINE = table(
     ignored("llguidance makes the grammars", "guided_decoding_backend structured_outputs_config"),
     ignored("each token is shown when it comes", "stream_interval num_scheduler_steps"),
     ignored("prompts of token ids need no tokenizer", "skip_tokenizer_init", switch=True),
+    ignored("sleep() needs no preparation", "enable_sleep_mode", switch=True),
     ignored("no text model has other parts", "language_model_only", switch=True),
     ignored("tuning is by `fusewright tune` and -O3", "enable_flashinfer_autotune", switch=True),
     ignored("an option of vLLM itself", "allow_deprecated_quantization", switch=True),
@@ -76,10 +76,7 @@ ENGINE = table(
     refused("set HF_HUB_CACHE to the folder of downloads", "download_dir"),
     refused("config.json is read from the model's own folder", "hf_config_path"),
     refused("config.json is the only configuration", "config_format", ("auto", "hf")),
-    refused(
-        "copy the model's folder (links will do) and change config.json in it",
-        "hf_overrides rope_scaling rope_theta",
-    ),
+    refused("give hf_overrides={'rope_parameters': {…}}", "rope_scaling rope_theta"),
     refused(
         "write the values to a generation_config.json, and give its folder as generation_config",
         "override_generation_config",
@@ -107,7 +104,6 @@ ENGINE = table(
     refused("there is no speculative decoding yet", "speculative_model num_speculative_tokens"),
     refused("reasoning stays in the text", "reasoning_parser reasoning_parser_plugin"),
     refused(PROCESSORS, "logits_processors logits_processor_pattern"),
-    refused(SLEEP, "enable_sleep_mode", switch=True),
     refused(
         _OFFLOAD,
         "cpu_offload_gb cpu_offload_params offload_backend offload_group_size "

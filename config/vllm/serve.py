@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .argument import ignored, other, refused, same, table
 
-_LOG = "the log is of Python's logging, under the name fusewright"
+_LOG = "give --log-level and --log-format json"
 _TOOLS = "calls of tools are read in every answer to a request that has tools"
 _PROXY = "a proxy in front of the server does that"
 _AUTHOR = "endpoints are not added to the server"
@@ -26,19 +26,17 @@ SERVE = table(
         "enable_force_include_usage",
         switch=True,
     ),
-    ignored(
-        "/load and /metrics have it", "enable_server_load_tracking disable_log_stats", switch=True
-    ),
+    ignored("/load and /metrics have it", "enable_server_load_tracking", switch=True),
     ignored(
         "/docs is one page without files of others",
         "disable_fastapi_docs enable_offline_docs",
         switch=True,
     ),
-    ignored(
-        "requests are not logged", "disable_log_requests disable_uvicorn_access_log", switch=True
-    ),
-    ignored("requests are not logged", "max_log_len disable_access_log_for_endpoints"),
-    ignored("the server logs its own lines", "uvicorn_log_level"),
+    same("disable_log_stats disable_log_requests disable_uvicorn_access_log", switch=True),
+    same("enable_log_requests", "sizes and sampling, never the text", switch=True),
+    same("disable_access_log_for_endpoints", "those of probes and /metrics unless given"),
+    ignored("texts of requests are not logged", "max_log_len"),
+    ignored("--log-level is of the whole log", "uvicorn_log_level"),
     ignored("heads are bounded anyway", "h11_max_incomplete_event_size h11_max_header_count"),
     ignored("no credentials are in cookies", "allow_credentials", switch=True),
     ignored(
@@ -73,11 +71,8 @@ SERVE = table(
     ),
     refused("times are in /metrics, and in traces", "enable_per_request_metrics", switch=True),
     refused(_LOG, "log_config_file"),
-    refused(
-        "outputs and requests are never logged: they may be private",
-        "enable_log_requests enable_log_outputs log_error_stack",
-        switch=True,
-    ),
+    refused("outputs are never logged: they may be private", "enable_log_outputs", switch=True),
+    ignored("internal errors have a traceback in the log", "log_error_stack", switch=True),
     refused("answers carry no system_fingerprint; leave it out", "fingerprint_mode", ("full",)),
     refused("answers carry no system_fingerprint; leave it out", "fingerprint_value"),
     refused("engines start with the server", "headless grpc", switch=True),

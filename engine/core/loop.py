@@ -61,6 +61,8 @@ class EngineCore:
         self._most_in_flight = 2 if async_scheduling else 1
         self._in_flight: list[tuple[ScheduledStep, PendingStep]] = []
         self._dead: Exception | None = None
+        self.is_sleeping = False
+        """No request is taken while weights or KV cache are not there."""
         self.reads = reads
         self._clock = StepClock(reads)
 
@@ -74,10 +76,12 @@ class EngineCore:
         Raises:
             UserError: its id is in use, the KV cache could never hold it, it has a grammar where
                 there is no tokenizer, it names a token that the model does not have, or the core is
-                closed.
+                closed or sleeps.
             EngineDeadError: the device is lost.
         """
         self._check_alive()
+        if self.is_sleeping:
+            raise UserError("the engine sleeps and takes no request: call wake_up() first")
         self.limits.check_token_ids(request)
         if request.request_id in self._preparing:
             raise UserError(f"request_id {request.request_id!r} is in use: ids must be unique")
@@ -179,6 +183,18 @@ class EngineCore:
 
     def _kind(self, step: ScheduledStep) -> str:
         return "decode" if step.batch.query_len == 1 else "mixed"
+
+    def rest(self) -> None:
+        """Forget all cached prefixes and wait for the device, so that ``is_sleeping`` may be set.
+
+        Raises:
+            UserError: requests are unfinished.
+        """
+        self._check_alive()
+        if self.num_unfinished:
+            raise UserError(f"sleep: {self.num_unfinished} requests run; wait for them, or abort")
+        self.runner.check()
+        self.scheduler.pool.forget_all()
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; what runs goes on.  Returns True."""

@@ -34,7 +34,8 @@ def check_start(options: EngineOptions, *, weights: bool = True) -> None:
         raise UserError("model='': expected a Hugging Face model folder, ORG/NAME, or abacus")
     weights = weights and options.load_format != "dummy"
     lookup = partial(artifacts_having, options)
-    folder = model_folder(options.model, weights=weights, lookup=lookup)
+    overrides = options.hf_overrides
+    folder = model_folder(options.model, weights=weights, lookup=lookup, overrides=overrides)
     spec = read_spec(folder, options.model_impl, lookup, options.tensor_parallel_size)
     check_limits(options, model_limits(spec))
     if spec.quant is None and options.quantization is not None:

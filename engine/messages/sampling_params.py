@@ -67,18 +67,33 @@ class SamplingParams:
     ``max_tokens=None`` generation runs until the model's length limit.
 
     Attributes:
+        n: outputs of one prompt, drawn independently.
+        temperature: what logits are divided by; 0 takes the likeliest token.
+        top_p: the likeliest tokens that together have this probability are kept.
+        top_k: so many of the likeliest tokens are kept; 0: all.
+        min_p: tokens are kept that have this share of the likeliest one's probability.
+        seed: of this request's random choices; the engine's if unset.
+        repetition_penalty: above 1 discourages tokens of the prompt and of the output.
+        presence_penalty: subtracted once from the logit of each token that the output has.
+        frequency_penalty: subtracted for every time that the output has a token.
+        max_tokens: most tokens of an output; None: up to the model's limit.
+        min_tokens: least tokens of an output: it does not stop before.
+        stop: texts before which an output ends.
+        stop_token_ids: tokens at which an output ends.
+        ignore_eos: an output goes on behind the end-of-sequence token.
+        include_stop_str_in_output: the output has the text of ``stop`` that ended it.
         logprobs, prompt_logprobs: how many of the likeliest tokens; -1: all of the vocabulary.
             ``EngineOptions.max_logprobs`` is the most.
+        skip_special_tokens: the text leaves special tokens out.
         logit_bias: numbers in [-100, 100] that are added to the logits of token ids.
+        grammar: the form of the output in llguidance's own format.
+        bad_words: texts that the output does not have.
         allowed_token_ids: no other tokens are sampled.
-        bad_words: the output has the tokens of none of them one behind the other, see
-            ``InputProcessor.bad_word_ids``.
-        structured_outputs: the form of the output, or ``grammar``, which is one of llguidance's
-            (``frontend/grammar.py`` makes some).
         truncate_prompt_tokens: the prompt's last tokens that are kept; -1: as many as the model
             takes.
         detokenize: outputs have text; without it they have token ids alone.
         output_kind: what each output of ``LLM.stream`` and ``AsyncLLM.generate`` has.
+        structured_outputs: the form of the output, as JSON schema, expression or grammar.
 
     Raises:
         UserError: a value has the wrong type or is out of range, or a field is none of these; the

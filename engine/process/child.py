@@ -22,6 +22,7 @@ import zmq
 from msgspec import Struct
 
 from ...config import EngineDeadError, EngineOptions, UserError, collecting_rarely
+from ...config.process.logs import write_log
 from ..frontend.gc_pause import gc_paused
 from ..grammar.checks import is_installed
 from ..messages.codec import decode
@@ -41,6 +42,7 @@ from .wire import (
     Queued,
     Ready,
     Report,
+    Sleep,
     frame,
     heartbeat_path,
     make_socket,
@@ -64,7 +66,8 @@ class Served:
         at_rest: does a piece of work that can wait; returns False if there is none.
         report: returns the answer to ``REPORT``.
         reset: forgets all cached prefixes.
-        step_kinds: as in ``Counters``.
+        step_kinds, is_sleeping: as in ``Counters``.
+        sleep: does what a ``Sleep`` asks for.
     """
 
     core: Core
@@ -72,6 +75,8 @@ class Served:
     report: Callable[[], dict[str, object]] = dict
     reset: Callable[[], object] = bool
     step_kinds: Callable[[], dict[str, int]] = dict
+    is_sleeping: Callable[[], bool] = lambda: False
+    sleep: Callable[[Sleep], None] = lambda asked: None
 
 
 class CoreServer:
@@ -143,6 +148,7 @@ class CoreServer:
             step_s=self._step_s,
             rest_s=self._rest_s,
             step_kinds=self._served.step_kinds(),
+            is_sleeping=self._served.is_sleeping(),
         )
         for frontend in range(len(self._outboxes)):
             self._send(frontend, Kind.COUNTERS, counters)
@@ -188,10 +194,24 @@ class CoreServer:
             self._abort(decode(body, AbortRequests))
         elif kind is Kind.REPORT:
             self._send(frontend, Kind.REPORT, Report(self._served.report()))
+        elif kind is Kind.SLEEP:
+            self._sleep(decode(body, Sleep), frontend)
         elif kind is Kind.RESET:
             self._served.reset()
+            self._send(frontend, Kind.REPORT, Report({}))
         elif kind is Kind.STOP:
             self._stopping = True
+
+    def _sleep(self, asked: Sleep, frontend: int) -> None:
+        error = ""
+        try:
+            self._served.sleep(asked)
+        except EngineDeadError:
+            raise
+        except UserError as refusal:
+            error = str(refusal)
+        self._send_counters(time.monotonic())  # all frontends know before the answer comes
+        self._send(frontend, Kind.REPORT, Report({"error": error}))
 
     def _abort(self, asked: AbortRequests) -> None:
         begun = [name for name in asked.request_ids if not self._backlog.drop(name)]
@@ -224,6 +244,7 @@ def main(argv: list[str]) -> int:
     """Run the engine's process; returns its exit code."""
     folder, parent_pid, options = Path(argv[0]), int(argv[1]), argv[3]
     place = msgspec.json.decode(argv[2], type=Place)
+    write_log(place.log)
     end_with(parent_pid)
     leave_signals_to_the_parent()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -276,7 +297,21 @@ def _serve(
         counts = engine.dispatcher.counters.items()
         return {f"{step}/{graph}": count for (step, graph), count in counts}
 
-    served = Served(core, engine.capture_next, engine.report, core.reset_prefix_cache, step_kinds)
+    def sleep(asked: Sleep) -> None:
+        if asked.level:
+            engine.sleep(asked.level)
+        else:
+            engine.wake_up(asked.tags)
+
+    served = Served(
+        core,
+        engine.capture_next,
+        engine.report,
+        core.reset_prefix_cache,
+        step_kinds,
+        lambda: engine.is_sleeping,
+        sleep,
+    )
     server = CoreServer(served, inbox, outboxes, heartbeat, replica=place.replica)
     if is_installed() and engine.inputs.tokenizer is not None:
         engine.grammars.start()

@@ -22,6 +22,7 @@ from msgspec import Struct
 
 from ...compiler.artifacts.scratch import scratch_folder
 from ...config import EngineDeadError, EngineOptions, UserError
+from ...config.process.logs import LogStyle
 from ..frontend.inputs import InputProcessor, Prompt, input_processor, read_tokenizer
 from ..frontend.loop import CheckedRequest, EngineLoop
 from ..frontend.outputs import RequestOutput
@@ -59,7 +60,7 @@ _QUEUED_AT_ONCE = 64
 """Requests of a call that are queued before other coroutines run, which takes about 2 ms."""
 _FEW = 4
 """Open outputs up to which the event loop does not sleep behind a request: more keep it busy."""
-_ALONE = Seat()
+_ALONE, _LOG = Seat(), LogStyle(level="warning")
 
 
 class EngineClient:
@@ -71,6 +72,7 @@ class EngineClient:
     Args:
         options: options of each engine, checked by ``check_start``.
         seat: this client's place among those that share the engines.
+        log: how the engines log.
         on_death: called once if a process ends unasked.
     """
 
@@ -79,9 +81,10 @@ class EngineClient:
         options: EngineOptions,
         seat: Seat = _ALONE,
         *,
+        log: LogStyle = _LOG,
         on_death: Callable[[Exception], None] = lambda error: None,
     ) -> None:
-        self.options, self.seat = options, seat
+        self.options, self.seat, self._log = options, seat, log
         self.on_death = on_death
         self.on_step: Callable[[StepOutputs], None] = lambda outputs: None
         """Called with each step's message, after its outputs were shown."""
@@ -123,10 +126,8 @@ class EngineClient:
             ) from error
         self.peers = Peers(seat, self.folder, context)
         for number in range(seat.num_replicas):
-            options = self.options if starts else None
-            self.replicas.append(
-                Replica(number, seat, self.folder, context, options, self._on_exit)
-            )
+            start = (self.options, self._log) if starts else None
+            self.replicas.append(Replica(number, seat, self.folder, context, start, self._on_exit))
         self._pool = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
         self._tokenizer = self._event_loop.run_in_executor(self._pool, self._load_tokenizer)
         self._event_loop.add_reader(self._outputs.fileno(), self._read)
@@ -167,7 +168,7 @@ class EngineClient:
         Raises:
             EngineDeadError: an engine has ended.
         """
-        reports = await asyncio.gather(*map(self.report, range(len(self.replicas))))
+        reports = await self.ask()
         await self.peers.ask("", [], None)
         return reports
 
@@ -281,17 +282,21 @@ class EngineClient:
             self.abort(stream)
             stream.fail(error)
 
-    async def report(self, replica: int = 0) -> dict[str, Any]:
-        """``Engine.report()`` of another process.
+    async def ask(
+        self, kind: Kind = Kind.REPORT, message: Struct | None = None
+    ) -> list[dict[str, Any]]:
+        """What each engine answers: its ``Engine.report()``, or what it says to another kind.
 
         Raises:
             EngineDeadError: an engine has ended.
         """
         self._check_alive()
-        answer: asyncio.Future[dict[str, Any]] = self._event_loop.create_future()
-        self.replicas[replica].reports.append(answer)
-        self.replicas[replica].send(Kind.REPORT)
-        return await answer
+        answers: list[asyncio.Future[dict[str, Any]]]
+        answers = [self._event_loop.create_future() for _ in self.replicas]
+        for replica, answer in zip(self.replicas, answers, strict=True):
+            replica.reports.append(answer)
+            replica.send(kind, message)
+        return await asyncio.gather(*answers)
 
     async def stop(self, timeout_s: float = 5.0) -> None:
         """End the processes, by force after ``timeout_s`` or if they have not started yet."""
@@ -315,6 +320,10 @@ class EngineClient:
     def counters(self) -> list[Counters]:
         """The newest counters of each replica that has sent some, in the order of their numbers."""
         return [replica.counters for replica in self.replicas if replica.counters is not None]
+
+    @property
+    def is_sleeping(self) -> bool:
+        return any(counters.is_sleeping for counters in self.counters)
 
     def _stats(self) -> CoreStats:
         return self.counters[0].core

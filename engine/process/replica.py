@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import zmq
 from msgspec import Struct
 
 from ...config import EngineOptions, UserError
+from ...config.process.logs import LogStyle
 from ..ranks.lifetime import how_ended
 from .heartbeat import Heartbeat
 from .wire import (
@@ -37,7 +39,8 @@ class Replica:
     Args:
         number: the replica's number, from 0.
         seat: the frontend's place among all.
-        options: what to start the process with; None if another frontend has started it.
+        start: what to start the process with, and the style of its log; None if another frontend
+            has started it.
         on_exit: called once with this and how the process has ended, which it may do unasked.
 
     Raises:
@@ -50,7 +53,7 @@ class Replica:
         seat: Seat,
         folder: Path,
         context: zmq.Context[zmq.Socket[bytes]],
-        options: EngineOptions | None,
+        start: tuple[EngineOptions, LogStyle] | None,
         on_exit: Callable[[Replica, str], None],
     ) -> None:
         self.number, self._seat, self._on_exit = number, seat, on_exit
@@ -62,16 +65,19 @@ class Replica:
         self._requests.connect(requests_address(folder, number))
         self.heartbeat = Heartbeat(heartbeat_path(folder, number))
         self._process: subprocess.Popen[bytes] | None = None
-        if options is None:
+        if start is None:
             self.pid = seat.pids[number]
         else:
-            self._process = self._spawn(folder, options)
+            self._process = self._spawn(folder, *start)
             self.pid = self._process.pid
         self._exited: int | None = os.pidfd_open(self.pid)
         self._event_loop.add_reader(self._exited, self._take_exit)
 
-    def _spawn(self, folder: Path, options: EngineOptions) -> subprocess.Popen[bytes]:
-        place = Place(self.number, self._seat.count)
+    def _spawn(
+        self, folder: Path, options: EngineOptions, log: LogStyle
+    ) -> subprocess.Popen[bytes]:
+        name = f"engine {self.number}" if self._seat.num_replicas > 1 else ""
+        place = Place(self.number, self._seat.count, replace(log, process=name))
         divides = options.device != "cpu" and options.distributed_executor == "mp"
         there = visible_gpus() if divides else []
         world, count = options.num_ranks, self._seat.num_replicas

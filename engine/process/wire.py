@@ -13,6 +13,7 @@ from typing import Any
 import zmq
 from msgspec import Struct
 
+from ...config.process.logs import LogStyle
 from ..messages.codec import decode, encode
 from ..messages.requests import AddRequest, CoreStats, RequestLimits
 
@@ -30,7 +31,8 @@ class Kind(IntEnum):
     FAILED = 8  # from the engine: Failed; its process ends
     QUESTION = 9  # from a frontend to another: Question
     ANSWER = 10  # its Answer
-    RESET = 11  # to the engine, without a body: forget all cached prefixes
+    SLEEP = 11  # to the engine: Sleep; answered by REPORT
+    RESET = 12  # to the engine, without a body: forget all cached prefixes; answered by REPORT
 
 
 class Seat(Struct, frozen=True):
@@ -50,10 +52,11 @@ class Seat(Struct, frozen=True):
 
 class Place(Struct, frozen=True):
     """Where the process of an engine stands: its number among the replicas, and how many frontends
-    it serves.  It is sent beside the engine's options."""
+    it serves.  It is sent beside the engine's options, and the style of its log."""
 
     replica: int
     num_frontends: int
+    log: LogStyle = LogStyle()
 
 
 class Question(Struct, frozen=True):
@@ -98,6 +101,14 @@ class Queued(Struct, frozen=True, array_like=True):
         return decode(self.request, AddRequest)
 
 
+class Sleep(Struct, frozen=True):
+    """What is to sleep or to wake: ``level`` 0 wakes ``tags``, or all if that is None.  The report
+    that answers it has an "error", which is "" if all went well."""
+
+    level: int
+    tags: list[str] | None = None
+
+
 class Failed(Struct, frozen=True):
     """The engine's process ends with an error; ``exit_code`` is the command line's for it."""
 
@@ -120,6 +131,7 @@ class Counters(Struct, frozen=True):
         step_s: time spent in them, in seconds.
         rest_s: time in which no request was unfinished, in seconds.
         step_kinds: steps by "kind of step/kind of graph", as the dispatcher counts them.
+        is_sleeping: the engine takes no requests until it is woken.
     """
 
     core: CoreStats
@@ -128,6 +140,7 @@ class Counters(Struct, frozen=True):
     step_s: float = 0.0
     rest_s: float = 0.0
     step_kinds: dict[str, int] = {}
+    is_sleeping: bool = False
 
 
 def frame(kind: Kind, sender: int, message: Struct | None = None) -> bytes:

@@ -1,21 +1,32 @@
-"""Shows the progress of a start on stderr, if that is a terminal.
+"""Shows the progress of a start: bars on stderr if that is a terminal, and else a line in the log
+whenever ten seconds have passed.
 
 Threads may show their bars and spinners at once.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import count
+from threading import Event, Thread
 from typing import Any
+
+from ...config.process.logs import PROGRESS
+
+_log = logging.getLogger(PROGRESS)
+_EVERY_S = 10.0
 
 
 class Progress:
     """Bars and spinners of one display, or nothing.
 
     Args:
-        display: a started ``rich.progress.Progress``; None shows nothing.
+        display: a started ``rich.progress.Progress``, or ``_Lines``; None shows nothing.
     """
 
     def __init__(self, display: Any = None) -> None:
@@ -55,7 +66,8 @@ class Progress:
 def show_progress() -> Iterator[Progress]:
     """The display of one start."""
     if not sys.stderr.isatty():
-        yield Progress()
+        with _lines() as lines:
+            yield Progress(lines)
         return
     from rich import progress
     from rich.console import Console
@@ -72,3 +84,62 @@ def show_progress() -> Iterator[Progress]:
     show = progress.Progress(*columns, console=console, transient=True, redirect_stdout=False)
     with show as display:
         yield Progress(display)
+
+
+@dataclass
+class _Task:
+    description: str
+    total: int | None
+    visible: bool | None
+    done: int = 0
+    began_s: float = field(default_factory=time.monotonic)
+
+    def __str__(self) -> str:
+        share = f" {self.done / self.total:.0%}" if self.total else ""
+        return f"{self.description}{share} ({time.monotonic() - self.began_s:.0f} s)"
+
+
+class _Lines:
+    """Takes the calls of a ``rich.progress.Progress``, and logs what goes on."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[int, _Task] = {}
+        self._numbers = count()
+
+    def add_task(self, description: str, *, total: int | None, visible: bool = True) -> int:
+        number = next(self._numbers)
+        self._tasks[number] = _Task(description, total, visible)
+        return number
+
+    def update(self, number: int, *, description: str, visible: bool | None) -> None:
+        task = self._tasks[number]
+        task.description = description
+        task.visible = task.visible if visible is None else visible
+
+    def advance(self, number: int, count: int) -> None:
+        self._tasks[number].done += count
+
+    def remove_task(self, number: int) -> None:
+        with suppress(KeyError):
+            del self._tasks[number]
+
+    def write(self) -> None:
+        shown = [str(task) for task in list(self._tasks.values()) if task.visible]
+        _log.info("%s", ", ".join(shown) or "starting")
+
+
+@contextmanager
+def _lines() -> Iterator[_Lines]:
+    lines, done = _Lines(), Event()
+
+    def run() -> None:
+        while not done.wait(_EVERY_S):
+            lines.write()
+
+    thread = Thread(target=run, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield lines
+    finally:
+        done.set()
+        thread.join()

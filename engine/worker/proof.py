@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,16 +17,21 @@ import torch
 from torch import Tensor, fx
 
 from ...compiler.build import rewritten
-from ...compiler.capture.source import WEIGHTS, Source
+from ...compiler.capture.source import WEIGHTS, Example, Repeat, Source
 from ...compiler.capture.trace import Traced
+from ...compiler.record import Record
+from ...compiler.timer import Timer
 from ...config import TOKEN_IDS, CompileConfig, ResolvedConfig, block_table_of, slot_mapping_of
 from ...model_executor.attention import AttentionInputs
+from ...model_executor.captured.layers.once import layer_kinds
+from ...model_executor.captured.model import CapturedModel
 from ...model_executor.captured.read import why
 from ...model_executor.captured.text_decoder import whole_config
 from ...model_executor.captured.twin import Step, compare, make_twin
 from ...model_executor.spec import ModelSpec
 from ...passes import PassReport
-from .step_arguments import example, kv_cache_name
+from ...passes.layer_mark import mark
+from .step_arguments import KV_CACHE, example, kv_cache_name
 
 _log = logging.getLogger(__name__)
 
@@ -67,10 +72,32 @@ class Program:
     reports: list[PassReport]
 
 
-def rewritten_program(spec: ModelSpec, model: torch.nn.Module, config: CompileConfig) -> Program:
+def captured_source(spec: ModelSpec, model: CapturedModel, inputs: Example) -> Source:
+    """What a build of a captured model starts from.  One layer of each kind is traced, unless its
+    facts say why none can stand for others."""
+    facts = spec.captured
+    assert facts is not None
+    if not facts.layers:
+        return Source(model, inputs, why=why)
+    module, kinds = f"library.{facts.layers}", layer_kinds(spec, model.library)
+    own = f"{WEIGHTS}{module}.{{}}."
+    if facts.undivided:
+        _log.info("%s is traced whole: %s", spec.architecture, facts.undivided)
+        return Source(model, inputs, shown=Repeat(module, kinds, (own, KV_CACHE)), why=why)
+    return Source(
+        model,
+        inputs,
+        Repeat(module, kinds, (own, KV_CACHE)),
+        lambda: model.running_once(kinds, mark),
+        why=why,
+    )
+
+
+def rewritten_program(spec: ModelSpec, model: CapturedModel, config: CompileConfig) -> Program:
     """Trace a captured twin and let the level's passes rewrite its graph, which is not compiled."""
-    inputs = example(spec, 8, torch.device("cpu"))
-    traced, reports = rewritten(Source(model, inputs, why=why), config)
+    source = captured_source(spec, model, example(spec, 8, torch.device("cpu")))
+    config = replace(config, verify=False)
+    traced, reports, _ = rewritten(source, config, Timer(lambda phase: None), Record())
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     weights = {WEIGHTS + name: tensor for name, tensor in tensors.items()}
     return Program(partial(_interpret, traced, weights), traced, reports)

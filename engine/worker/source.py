@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -188,35 +189,28 @@ def model_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
             ("weights/layers.{}.", KV_CACHE),
             "" if spec.has_embedding else first_input(spec),
         ),
-        partial(outside_calls, spec),
+        outside=partial(outside_calls, spec),
         experts=experts_of(spec),
     )
 
 
 def _captured_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
-    """A captured model is run whole: which of its layers are alike shows when it has been."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from ...model_executor.captured.read import why
     from ...model_executor.captured.skeleton import describe
-    from .proof import prove
+    from .proof import captured_source, prove
 
     device = torch.device(config.hardware.device)
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = fake_model(spec, device)
         inputs = example(spec, config.cache.block_size, device)
-    facts = spec.captured
-    assert facts is not None
-    layers = Repeat(f"library.{facts.layers}", facts.kinds, ()) if facts.layers else None
-    proof = (lambda: prove(spec, config)) if config.compile.proof else None
-    return Source(
-        model,
-        inputs,
+    return replace(
+        captured_source(spec, model, inputs),
         outside=partial(outside_calls, spec),
-        shown=layers,
-        why=why,
-        prove=proof,
-        describe=lambda: describe(spec, model_folder(config.model.path)),
+        prove=(lambda: prove(spec, config)) if config.compile.proof else None,
+        describe=lambda: describe(
+            spec, model_folder(config.model.path, overrides=config.model.hf_overrides)
+        ),
     )
 
 

@@ -68,7 +68,8 @@ def read_model(
     """
     lookup = partial(artifacts_having, options)
     weights = weights and options.load_format != "dummy"
-    folder = model_folder(options.model, weights=weights, lookup=lookup)
+    overrides = options.hf_overrides
+    folder = model_folder(options.model, weights=weights, lookup=lookup, overrides=overrides)
     spec = read_spec(folder, options.model_impl, lookup, options.tensor_parallel_size)
     config = resolve(options, hardware, model_limits(spec))
     parallel = config.parallel

@@ -96,7 +96,8 @@ class CapturedFacts:
         untied: names of parameters that the configuration ties to others, and the checkpoint does
             not.
         layers: name of the model's list of layers, if it has one of a layer for each call.
-        kinds: for each layer, the number of the first one that is made as it is.
+        kinds: for each layer, the number of the first one that computes the same.
+        undivided: why no layer stands for others when the model is traced; "" if one does.
         siblings: names of linear layers that are merged, a group each.
         linears: the linear layers that can be quantized.
         ranks: that hold the model together.
@@ -110,6 +111,7 @@ class CapturedFacts:
     untied: tuple[str, ...] = ()
     layers: str = ""
     kinds: tuple[int, ...] = ()
+    undivided: str = ""
     siblings: tuple[tuple[str, ...], ...] = ()
     linears: tuple[LinearFacts, ...] = ()
     whole: str = ""

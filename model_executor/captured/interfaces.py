@@ -97,13 +97,13 @@ def attending(attend: Attend) -> Iterator[None]:
 class Recorder:
     """Records what a model asks of attention; its results are empty."""
 
-    def __init__(self, on_call: Callable[[], None]) -> None:
+    def __init__(self, on_call: Callable[[AttentionCall], None]) -> None:
         self.calls: list[AttentionFacts] = []
         self._on_call = on_call
 
     def __call__(self, call: AttentionCall) -> Tensor:
         self.calls.append(call.facts)
-        self._on_call()
+        self._on_call(call)
         return torch.empty_like(call.q)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from ..quant.quantize import DUMMY_INPUT_SCALE, quantize_into
 from ..spec import ModelSpec
 from .facts import CapturedFacts
 from .interfaces import Attend, PagedAttention, Positions, attending, no_cache
+from .layers.once import Mark, OneOfEachKind
 from .library import build
 from .linears import replace_linears, tensors_of
 from .quantized.formats import formats_of, is_experts
@@ -45,6 +48,17 @@ class CapturedModel(nn.Module):
         self.spread = SpreadParameters(self.library, shards, ranks)
         first = torch.zeros(1, dtype=torch.int32) if ranks > 1 else None
         self.register_buffer("first_id", first)
+        self.one_of_each_kind: OneOfEachKind | None = None
+
+    @contextmanager
+    def running_once(self, kinds: Sequence[int], mark: Mark) -> Iterator[None]:
+        """Let the first layer of each kind run alone, with ``mark`` where it begins."""
+        layers: Any = self.library.get_submodule(self.facts.layers)
+        self.one_of_each_kind = OneOfEachKind(list(layers), kinds, mark)
+        try:
+            yield
+        finally:
+            self.one_of_each_kind = None
 
     def gathered(self) -> list[Tensor]:
         """The tensors of which a step reads a few rows alone."""
@@ -69,7 +83,8 @@ class CapturedModel(nn.Module):
         attend = PagedAttention(attention, kv_caches, groups)
         # Bounds that show in the graph: what is computed of positions alone becomes a table.
         positions = positions.clamp(0, spec.max_position_embeddings - 1)
-        with self.spread.in_place(self.first_id):
+        short = self.one_of_each_kind
+        with self.spread.in_place(self.first_id), short.running(attend) if short else nullcontext():
             return run(self.library, inputs, positions, attend, attention.query_start_loc)
 
 

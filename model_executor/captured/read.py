@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from inspect import getsourcefile, getsourcelines
@@ -22,8 +22,9 @@ from ...config.rope import RopeParameters
 from ..checkpoint import TensorInfo, read_headers
 from ..hf_json import HfConfig
 from ..spec import ModelSpec, check_blocks
-from .facts import AttentionFacts, CapturedFacts
-from .interfaces import RECURRENT, WRITTEN_OUT, Recorder, Refused
+from .facts import CapturedFacts
+from .interfaces import RECURRENT, WRITTEN_OUT, AttentionCall, Recorder, Refused
+from .layers.alike import LayerRecords
 from .library import (
     REWRITTEN,
     build,
@@ -124,32 +125,36 @@ def probe(facts: CapturedFacts, dtype_name: str, what: str) -> tuple[CapturedFac
     if getattr(model.config, "is_encoder_decoder", False):
         raise UserError(f"{what} has an encoder and a decoder, expected a decoder alone")
     siblings = Siblings(model)
-
-    def on_call() -> None:
-        siblings.calls += 1
-
-    recorder = Recorder(on_call)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.inference_mode():
             fakes = {
                 name: mode.from_tensor(t) if not t.is_meta else _fake(t)
                 for name, t in [*model.named_parameters(), *model.named_buffers()]
             }
-            ids = torch.zeros(_NUM_TOKENS, dtype=torch.int32)
-            positions = torch.arange(_NUM_TOKENS, dtype=torch.int32)
-            called = _Functional(model, fakes)
-            logits = run(called, ids, positions, recorder)
+            records = LayerRecords(model, fakes)
+
+            def on_call(call: AttentionCall) -> None:
+                siblings.calls += 1
+                records.attention(call)
+
+            recorder = Recorder(on_call)
+            with records:
+                ids = torch.zeros(_NUM_TOKENS, dtype=torch.int32)
+                positions = torch.arange(_NUM_TOKENS, dtype=torch.int32)
+                logits = run(_Functional(model, fakes), ids, positions, recorder)
     except Exception as error:
         raise UserError(f"{what} cannot be captured: {why(error)}") from error
     if not recorder.calls:
         raise UserError(f"{what} cannot be captured: {_without_attention(model)}")
     calls = tuple(recorder.calls)
-    layers, kinds = _layers(model, calls)
+    kinds = records.kinds()
+    is_stack = len(kinds) == len(calls)
     seen = replace(
         facts,
         attention=calls,
-        layers=layers,
-        kinds=kinds,
+        layers=records.layers if is_stack else "",
+        kinds=kinds if is_stack else (),
+        undivided=records.undivided,
         siblings=siblings.found(),
         linears=linears_of(model),
     )
@@ -167,18 +172,6 @@ def _without_attention(model: nn.Module) -> str:
     return (
         f"its attention does not go through the library's attention interface{place}; {REWRITTEN}"
     )
-
-
-def _layers(model: nn.Module, calls: Sequence[AttentionFacts]) -> tuple[str, tuple[int, ...]]:
-    """The list of layers, and for each the first that has the same attention and parameters."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == len(calls):
-            made = [
-                (call, tuple((n, p.shape) for n, p in layer.named_parameters()))
-                for call, layer in zip(calls, module, strict=True)
-            ]
-            return name, tuple(made.index(each) for each in made)
-    return "", ()
 
 
 class _Functional(nn.Module):

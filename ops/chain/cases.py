@@ -17,8 +17,8 @@ from ..core.tiles import cdiv
 from ..experts.fused_moe import moe_args
 from ..experts.moe import Call as ExpertsCall
 from ..linear.desc import BLOCK
-from .row_stages import Add, Scale
-from .stages import Act, AddNorm, AllReduce, Chain, Experts, Linear, Norm, Stage
+from .row_stages import Add, AddNorm, Norm, Scale
+from .stages import Act, AllReduce, Chain, Experts, Linear, Stage
 
 _MOVED = Tolerance(0.25, 0.1)
 """Results are of size one.  Each FP8 layer moves them by 2 % where a kernel rounds an x to another
@@ -81,12 +81,27 @@ class Drawn:
         return self.add(stage, *tensors.values())
 
     def norm(
-        self, fp8: int | None = None, offset: float | None = None, spread: float = 0.25
+        self,
+        fp8: int | None = None,
+        offset: float | None = None,
+        spread: float = 0.25,
+        bias: bool | None = None,
     ) -> Drawn:
+        """A norm of the sum: a layer norm if ``bias`` says whether it has one."""
+        if bias is not None:
+            weights = self.layer_norm(bias)
+            stage = AddNorm(tensors=tuple(weights), eps=1e-5, center=True)
+            return self.add(stage, *weights.values())
         weight = 1 + self.draw.randn(self.hidden) * spread - (offset or 0)
         eps = 1e-5 if len(self.stages) < 3 else 1e-6
         stage = AddNorm(eps=eps, offset=offset, group_size=fp8, reduce=self.reduce)
         return self.add(stage, weight.to(self.draw.dtype))
+
+    def layer_norm(self, bias: bool) -> dict[str, Tensor]:
+        """The weights of a layer norm."""
+        weight, shift = (self.draw.randn(self.hidden) / 4 for _ in range(2))
+        weights = {"weight": (1 + weight).to(self.draw.dtype)}
+        return {**weights, "bias": shift.to(self.draw.dtype)} if bias else weights
 
     def case(self, label: str, tolerances: Any = None) -> Case:
         args = (self.x, self.residual, self.operands, str(Chain(tuple(self.stages))))
@@ -150,6 +165,9 @@ def _dense(draw: Draw, reduce: bool) -> Iterator[Case]:
     yield made.linear(64, 96).norm().linear(80, 64).case("whole layer")
     made = _between(draw, (3,), 32, 48, reduce).linear(48, 32).norm(offset=1.0)
     yield made.linear(40, 48).case("offset norm")
+    if not reduce:
+        made = _between(draw, (3,), 32, 48, reduce).linear(48, 32, bias=True).norm(bias=True)
+        yield made.linear(40, 48, "relu", bias=True).case("layer norm, ReLU")
 
 
 def _post_normed(draw: Draw, label: str, reduce: bool) -> Case:
@@ -181,6 +199,11 @@ def _of_rows(draw: Draw) -> Iterator[Case]:
     made = begun((4,), 96).add(Norm(eps=1e-6), weights[0]).add(Add()).add(Scale(factor=0.7))
     yield made.case("rows, ends in the product of the sum")
     yield begun((0,), 96).add(Norm(eps=1e-6), weights[0]).norm().case("rows, none")
+    yield begun((5,), 77).add(Scale(factor=0.22)).norm(bias=True).case("rows, layer norm")
+    made = begun((3,), 96)
+    first = made.layer_norm(bias=True)
+    made.add(Norm(tensors=tuple(first), eps=1e-5, center=True), *first.values())
+    yield made.norm(bias=False).case("rows, two layer norms")
     made = begun((3,), 96).linear(96, 96).add(Scale(factor=0.22)).norm(offset=1.0)
     yield made.linear(64, 96, "silu").case("residual multiplier, offset norm")
 
@@ -216,6 +239,17 @@ def _fp8(draw: Draw, reduce: bool, tolerances: Any) -> Iterator[Case]:
     yield made.case("FP8 block", tolerances)
 
 
+_LAYER_NORMED = (
+    (1, 768, 768, 3072, "relu", True),
+    (6, 768, 768, 3072, "gelu_new", True),
+    (7, 2048, 4096, 8192, "gelu", False),
+    (13, 4096, 4096, 2 * 2048, "silu", True),
+    (16, 2048, 2048, 4096, "relu2", True),
+)
+"""Layers between layer norms: rows, hidden size, in_features, inner size, activation, and whether
+the norms have a bias."""
+
+
 def _large(draw: Draw) -> Iterator[Case]:
     yield _pair(draw, "1 row, 8 MiB", (1,), 2048, 2048, 4096)
     yield _pair(draw, "7 rows, bias", (7,), 4096, 2048, 2049, bias=True)
@@ -224,6 +258,11 @@ def _large(draw: Draw) -> Iterator[Case]:
     yield _pair(draw, "16 rows, GELU", (16,), 8192, 1024, 2 * 4096, "gelu_tanh")
     yield _pair(draw, "8 rows, two biases", (8,), 4096, 2048, 2048, bias=True, first_bias=True)
     yield _pair(draw, "17 rows", (17,), 2048, 2048, 2048)
+    for rows, hidden, k, inner, act, bias in _LAYER_NORMED:
+        made = _between(draw, (rows,), k, hidden, False).linear(hidden, k, bias=True)
+        made.norm(bias=bias).linear(inner, hidden, act, bias=True).linear(hidden, inner)
+        made.norm(bias=bias).linear(3 * hidden, hidden)
+        yield made.case(f"{rows} rows, layer norms of {hidden}, {act}")
     made = _between(draw, (7,), 4096, 2048, False).linear(2048, 4096).add(Scale(factor=0.22))
     yield made.norm(offset=1.0).linear(2 * 2048, 2048, "silu").case("7 rows, product, offset norm")
     for rows in (1, 40):

@@ -25,7 +25,8 @@ from ..experts.moe import (
 from ..linear.kernels import STREAM as STREAMED_LINEAR, why_not_streamed
 from ..linear.linear import OP as LINEAR
 from .kernels import ChainKernel, Part, streamed_layer, why_no_plain_norm
-from .stages import AddNorm, Experts, Linear, State
+from .row_stages import AddNorm
+from .stages import Experts, Linear, State
 
 
 def _never_streams(stages: tuple[Any, ...]) -> str:

@@ -1,12 +1,99 @@
-"""Stages of chains that are done to rows by themselves: a product with a number, and an add."""
+"""Stages of chains that are done to rows by themselves: norms, a product with a number, an add."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
+from ..collective.all_reduce import sum_flops, wire_bytes
 from ..core.desc import Cost, TensorDesc
-from .stages import Operands, Stage, State, Visit, register
+from ..core.op import SemanticOp
+from ..norm.norm import NORMS, Norm as Axes
+from .stages import Operands, Stage, State, Visit, nbytes, register, scheme
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class AddNorm(Stage):
+    """``add_rms_norm`` of x and the residual stream, or an op like it: ``reduce`` sums x over ranks
+    first, ``offset`` is added to the weight, ``center`` makes it a layer norm, which may have a
+    bias, and a ``group_size`` quantizes the result."""
+
+    eps: float
+    offset: float | None = None
+    group_size: int | None = None
+    reduce: bool = False
+    center: bool = False
+    kind: ClassVar[str] = "add_norm"
+    optional: ClassVar[tuple[str, ...]] = ("bias",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self._op
+
+    @cached_property
+    def _op(self) -> SemanticOp:
+        axes = Axes(self.reduce, True, scheme(self.group_size), self.center)
+        return _norm_op(axes, self.tensors, self.offset)
+
+    def run(self, state: State, operands: Operands, visit: Visit) -> State:
+        how = operands.get("bias") if self.center else self.offset
+        how = how if self.group_size is None else self.group_size
+        group = (state.group,) if self.reduce else ()
+        *x, total = visit(self._op, state.x, state.total, operands["weight"], self.eps, how, *group)
+        return State(x[0], total, x[1] if x[1:] else None, state.group)
+
+    def measure(self, x: TensorDesc, operands: Operands) -> tuple[TensorDesc, Cost]:
+        flops = (5 if self.group_size is None else 7) * x.numel
+        moved = nbytes(operands)
+        if self.reduce:
+            moved, flops = moved + wire_bytes(x), flops + sum_flops(x)
+        return x, Cost(moved, flops)
+
+    @cached_property
+    def plain(self) -> Stage:
+        return replace(self, group_size=None)
+
+
+def _norm_op(axes: Axes, tensors: tuple[str, ...], offset: float | None) -> SemanticOp:
+    """The op of a norm.
+
+    Raises:
+        ValueError: there is none: a layer norm neither sums over ranks nor quantizes, its weight
+            has no offset, and no other norm has a bias.
+    """
+    if axes not in NORMS or (offset is not None if axes.center else "bias" in tensors):
+        raise ValueError(f"no {axes.name} of {', '.join(tensors)} with offset {offset}")
+    return NORMS[axes]
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Norm(Stage):
+    """``rms_norm``, or with ``center`` ``layer_norm``, of what a layer made, before it is added: a
+    post-norm."""
+
+    eps: float
+    offset: float | None = None
+    center: bool = False
+    kind: ClassVar[str] = "norm"
+    optional: ClassVar[tuple[str, ...]] = ("bias",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self._op
+
+    @cached_property
+    def _op(self) -> SemanticOp:
+        return _norm_op(Axes(center=self.center), self.tensors, self.offset)
+
+    def run(self, state: State, operands: Operands, visit: Visit) -> State:
+        how = operands.get("bias") if self.center else self.offset
+        return state._replace(x=visit(self._op, state.x, operands["weight"], self.eps, how))
+
+    def measure(self, x: TensorDesc, operands: Operands) -> tuple[TensorDesc, Cost]:
+        return x, Cost(nbytes(operands), 4 * x.numel)
 
 
 @register

@@ -7,8 +7,8 @@ from typing import Any
 from ..core.launch import Launches, run_all
 from ..launches.norm import ADD, MOST_NORMS, NormOf, RowStage, row_stages, too_wide
 from .kernels import ChainKernel, Part
-from .row_stages import Add, Scale
-from .stages import AddNorm, Norm, Operands, Stage, State
+from .row_stages import Add, AddNorm, Norm, Scale
+from .stages import Operands, Stage, State
 
 _ROW_STAGES = (Norm, Scale, Add, AddNorm)
 
@@ -50,7 +50,8 @@ def _row_stages(stage: Stage, operands: Operands) -> list[RowStage]:
     if isinstance(stage, Add):
         return [ADD]
     assert isinstance(stage, (Norm, AddNorm))
-    norm = NormOf(operands["weight"], float(stage.eps), stage.offset)
+    how = (stage.offset, operands.get("bias"), stage.center)
+    norm = NormOf(operands["weight"], float(stage.eps), *how)
     return [ADD, norm] if isinstance(stage, AddNorm) else [norm]
 
 

@@ -22,9 +22,9 @@ from ..core.desc import Cost, TensorDesc
 from ..core.op import SemanticOp
 from ..experts.fused_moe import OP as FUSED_MOE
 from ..experts.moe import Call as ExpertsCall, cost_of_call
+from ..linear.desc import columns_of
 from ..linear.linear import OP as LINEAR
 from ..norm.gated_act import GATED_ACTS
-from ..norm.norm import NORMS, RMS_NORM, Norm as Axes
 from ..norm.quantize import QUANTIZE
 
 Visit: TypeAlias = Callable[..., Any]
@@ -69,7 +69,7 @@ class Stage:
     def measure(self, x: TensorDesc, operands: Operands) -> tuple[TensorDesc, Cost]:
         """The description of the result before any quantization, and the cost: operations, and the
         bytes that the stage must move besides x and the result."""
-        return x, Cost(_nbytes(operands), 0)
+        return x, Cost(nbytes(operands), 0)
 
     @cached_property
     def plain(self) -> Stage:
@@ -109,11 +109,11 @@ def register(stage: _StageType) -> _StageType:
     return stage
 
 
-def _nbytes(operands: Operands) -> Any:
+def nbytes(operands: Operands) -> Any:
     return sum(tensor.nbytes for tensor in operands.values())
 
 
-def _scheme(group_size: int | None) -> str:
+def scheme(group_size: int | None) -> str:
     return "" if group_size is None else "dynamic"
 
 
@@ -140,61 +140,10 @@ class Linear(Stage):
 
     def measure(self, x: TensorDesc, operands: Operands) -> tuple[TensorDesc, Cost]:
         sums = TensorDesc(x.dtype, (*x.shape[:-1], operands["weight"].shape[0]))
-        y, flops = sums, 2 * x.numel * sums.shape[-1]
-        if self.activation is not None:
-            y, more = _halved(sums)
-            flops += more
-        return y, Cost(_nbytes(operands), flops)
-
-
-@register
-@dataclass(frozen=True, kw_only=True)
-class AddNorm(Stage):
-    """``add_rms_norm`` of x and the residual stream, or an op like it: ``reduce`` sums x over ranks
-    first, ``offset`` is added to the weight, and a ``group_size`` quantizes the result."""
-
-    eps: float
-    offset: float | None = None
-    group_size: int | None = None
-    reduce: bool = False
-    kind: ClassVar[str] = "add_norm"
-
-    @cached_property
-    def _op(self) -> SemanticOp:
-        return NORMS[Axes(self.reduce, True, _scheme(self.group_size))]
-
-    def run(self, state: State, operands: Operands, visit: Visit) -> State:
-        how = self.offset if self.group_size is None else self.group_size
-        group = (state.group,) if self.reduce else ()
-        *x, total = visit(self._op, state.x, state.total, operands["weight"], self.eps, how, *group)
-        return State(x[0], total, x[1] if x[1:] else None, state.group)
-
-    def measure(self, x: TensorDesc, operands: Operands) -> tuple[TensorDesc, Cost]:
-        flops = (5 if self.group_size is None else 7) * x.numel
-        moved = _nbytes(operands)
-        if self.reduce:
-            moved, flops = moved + wire_bytes(x), flops + sum_flops(x)
-        return x, Cost(moved, flops)
-
-    @cached_property
-    def plain(self) -> Stage:
-        return replace(self, group_size=None)
-
-
-@register
-@dataclass(frozen=True, kw_only=True)
-class Norm(Stage):
-    """``rms_norm`` of what a layer made, before it is added: a post-norm."""
-
-    eps: float
-    offset: float | None = None
-    kind: ClassVar[str] = "norm"
-
-    def run(self, state: State, operands: Operands, visit: Visit) -> State:
-        return state._replace(x=visit(RMS_NORM, state.x, operands["weight"], self.eps, self.offset))
-
-    def measure(self, x: TensorDesc, operands: Operands) -> tuple[TensorDesc, Cost]:
-        return x, Cost(_nbytes(operands), 4 * x.numel)
+        columns = columns_of(self.activation, sums.shape[-1])
+        y = TensorDesc(x.dtype, (*x.shape[:-1], columns))
+        flops = 2 * x.numel * sums.shape[-1] + 5 * y.numel * (self.activation is not None)
+        return y, Cost(nbytes(operands), flops)
 
 
 @register
@@ -223,15 +172,15 @@ class Act(Stage):
     kind: ClassVar[str] = "act"
 
     def run(self, state: State, operands: Operands, visit: Visit) -> State:
-        op = GATED_ACTS[self.activation, _scheme(self.group_size)]
+        op = GATED_ACTS[self.activation, scheme(self.group_size)]
         if self.group_size is None:
             return state._replace(x=visit(op, state.x, None))
         x, scale = visit(op, state.x, self.group_size)
         return State(x, state.total, scale, state.group)
 
     def measure(self, x: TensorDesc, operands: Operands) -> tuple[TensorDesc, Cost]:
-        y, flops = _halved(x)
-        return y, Cost(0, flops if self.group_size is None else flops + 2 * y.numel)
+        y = TensorDesc(x.dtype, (*x.shape[:-1], x.shape[-1] // 2))
+        return y, Cost(0, (5 if self.group_size is None else 7) * y.numel)
 
     @cached_property
     def plain(self) -> Stage:
@@ -272,12 +221,6 @@ class Experts(Stage):
     def measure(self, x: TensorDesc, operands: Operands) -> tuple[TensorDesc, Cost]:
         cost = cost_of_call(self.call(x, operands))
         return x, Cost(cost.bytes - 2 * x.nbytes, cost.flops)
-
-
-def _halved(x: TensorDesc) -> tuple[TensorDesc, Any]:
-    """The result of a gated activation of x, and its operations."""
-    y = TensorDesc(x.dtype, (*x.shape[:-1], x.shape[-1] // 2))
-    return y, 5 * y.numel
 
 
 @dataclass(frozen=True)

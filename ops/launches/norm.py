@@ -39,7 +39,7 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int, int, int]:
     return rows, rows.shape[0], 1, rows.stride(0), 0
 
 
-def check(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
+def check(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None = None) -> None:
     """Refuse what would be read past an end, or broadcast.
 
     Raises:
@@ -53,6 +53,10 @@ def check(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
         raise ValueError(
             f"x is {list(x.shape)}: expected weight [{hidden}], found {list(weight.shape)}, and a "
             f"residual like x, found {found}"
+        )
+    if bias is not None and bias.shape != (hidden,):
+        raise ValueError(
+            f"x is {list(x.shape)}: expected bias [{hidden}], found {list(bias.shape)}"
         )
 
 
@@ -79,11 +83,14 @@ def row_tile(x: Tensor, num_rows: int, adds: bool) -> tuple[dict[str, int], int]
 
 
 class NormOf(NamedTuple):
-    """A norm of rows by a weight, and what is added to that."""
+    """A norm of rows by a weight, and what is added to that: RMSNorm, or with ``center`` a layer
+    norm, which may have a bias."""
 
     weight: Tensor
     eps: float
     offset: float | None = None
+    bias: Tensor | None = None
+    center: bool = False
 
 
 ADD = "add"
@@ -102,15 +109,22 @@ def _letters(stages: Sequence[RowStage]) -> tuple[str, bool]:
     for at, stage in enumerate(stages):
         if at:
             letters += "=" if at == stored else "r"
-        number = str(1 + norms.index(at)) if at in norms else "*"
-        letters += "+" if stage == ADD else number
+        if isinstance(stage, NormOf):
+            letters += "-" * stage.center + str(1 + norms.index(at))
+        else:
+            letters += "+" if stage == ADD else "*"
     return letters, stored > 0
 
 
 def _norm_args(name: str, norm: NormOf | None) -> dict[str, Any]:
     """The kernel argument ``name: NormOf``."""
-    weight, eps, offset = norm or (None, None, None)
-    return {f"{name}_ptr": weight, f"{name}_eps": eps, f"{name}_offset": offset}
+    weight, eps, offset, bias, center = norm or (None,) * 5
+    return {
+        f"{name}_ptr": weight,
+        f"{name}_eps": eps,
+        f"{name}_offset": 0.0 if center else offset,  # a layer norm rounds once too
+        f"{name}_bias": bias,
+    }
 
 
 def row_stages(
@@ -120,7 +134,7 @@ def row_stages(
     norm follows it)."""
     norms = [stage for stage in stages if isinstance(stage, NormOf)]
     for norm in norms:
-        check(x, residual, norm.weight)
+        check(x, residual, norm.weight, norm.bias)
     letters, has_total = _letters(stages)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty_like(out) if has_total else None
@@ -159,9 +173,12 @@ def norm(
     residual: Tensor | None,
     weight: Tensor,
     eps: float,
-    weight_offset: float | None = None,
+    how: Any = None,
+    *,
+    center: bool = False,
 ) -> Launches[tuple[Tensor, ...]]:
-    """The norm of ``x [+ residual]``; with a residual, the sum comes last."""
-    of = NormOf(weight, eps, weight_offset)
+    """The norm of ``x [+ residual]``; with a residual, the sum comes last.  ``how`` is the weight's
+    offset, or the bias of a layer norm, which ``center`` makes it."""
+    of = NormOf(weight, eps, None, how, True) if center else NormOf(weight, eps, how)
     launches, (out, total) = row_stages(x, residual, [of] if residual is None else [ADD, of])
     return launches, (out,) if total is None else (out, total)

@@ -1,12 +1,15 @@
-"""The norms: ``[all_reduce_][add_]rms_norm[_quant_static | _quant_dynamic]``, by axes.
+"""The norms: ``[all_reduce_][add_]rms_norm[_quant_static | _quant_dynamic]`` and
+``[add_]layer_norm``, by axes.
 
 ``Norm`` is a combination of the axes, and ``NORMS`` has the op of each.  An op computes, in this
 order, the sum over ranks of x, the sum with the residual, RMSNorm (Zhang and Sennrich, 2019, eq. 4)
-and its quantization to FP8.  Every step rounds as the op of that step alone, so passes that attach
-a step to a norm change no bit.  Models call ``rms_norm``.
+or layer normalization (Ba et al., 2016, eq. 4), and its quantization to FP8.  Every step rounds as
+the op of that step alone, so passes that attach a step to a norm change no bit.  Models call
+``rms_norm``; layer norms are raised by ``canonicalize_norm``.
 
-Arguments: x, [residual,] weight, eps, weight_offset | scale | group_size[, group_name].  Results:
-the norm, or its FP8 values [and scales]; then the last sum, if the op makes one: the next residual.
+Arguments: x, [residual,] weight, eps, weight_offset | bias | scale | group_size[, group_name].
+Results: the norm, or its FP8 values [and scales]; then the last sum, if the op makes one: the next
+residual.
 """
 
 from __future__ import annotations
@@ -52,16 +55,24 @@ _MAX_HIDDEN = 16384
 
 @dataclass(frozen=True)
 class Norm:
-    """What a norm does besides normalizing: sum over ranks, add a residual, quantize."""
+    """What a norm does besides normalizing: sum over ranks, add a residual, quantize; and whether
+    it subtracts the mean, as a layer norm does."""
 
     reduce: bool = False
     add: bool = False
     quant: str = ""
+    center: bool = False
 
     @property
     def name(self) -> str:
         quant = f"_quant_{self.quant}" if self.quant else ""
-        return f"{'all_reduce_' * self.reduce}{'add_' * self.add}rms_norm{quant}"
+        kind = "layer" if self.center else "rms"
+        return f"{'all_reduce_' * self.reduce}{'add_' * self.add}{kind}_norm{quant}"
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it does nothing besides."""
+        return not (self.reduce or self.add or self.quant)
 
     @property
     def sums(self) -> bool:
@@ -100,6 +111,18 @@ def rms_norm_native(
     return (x_f32 * scale * (weight.float() + weight_offset)).to(x.dtype).contiguous()
 
 
+def layer_norm_native(x: Tensor, weight: Tensor, eps: float, bias: Tensor | None = None) -> Tensor:
+    """Layer normalization over the last dimension (Ba et al., 2016, eq. 4): what differs from its
+    mean, over its standard deviation, times the weight, plus the bias; all in float32, and rounded
+    once."""
+    plans.check(x, None, weight, bias)
+    x_f32 = x.float()
+    centered = x_f32 - x_f32.mean(-1, keepdim=True)
+    scale = torch.rsqrt(centered.pow(2).mean(-1, keepdim=True) + eps)
+    y = centered * scale * weight.float()
+    return (y if bias is None else y + bias.float()).to(x.dtype).contiguous()
+
+
 def definition(axes: Norm, *args: Any) -> Any:
     """The results of the op of ``axes``, step by step."""
     (x, *rest), total = args, None
@@ -113,7 +136,7 @@ def definition(axes: Norm, *args: Any) -> Any:
     if axes.quant:
         made = finish(rms_norm_native(x, weight, eps), how[0])
     else:
-        made = (rms_norm_native(x, weight, eps, *how),)
+        made = ((layer_norm_native if axes.center else rms_norm_native)(x, weight, eps, *how),)
     return alone_or_all(made if total is None else (*made, total))
 
 
@@ -139,7 +162,7 @@ def _launches(axes: Norm, x: Tensor, *rest: Any) -> tuple[list[Launch], Any]:
         check(x, rest[-1])
         planned, results = norm_quantize(x, residual, *rest)
     else:
-        planned, results = plans.norm(x, residual, *rest)
+        planned, results = plans.norm(x, residual, *rest, center=axes.center)
     return planned, alone_or_all(results)
 
 
@@ -225,7 +248,10 @@ def _cases(
         residual = (randn(*x.shape).to(dtype),) if axes.add else ()
         group = (CASES_GROUP,) if axes.reduce else ()
         if not axes.quant:
-            offsets = (offset,) if axes.reduce or offset is not None else ()
+            offsets: tuple[Any, ...] = (offset,) if axes.reduce or offset is not None else ()
+            if axes.center:  # a layer norm has a bias where an RMSNorm's weight has an offset
+                x.add_(1)
+                offsets = (randn(x.shape[-1]).to(weight.dtype),) if len(x) != 7 else ()
             yield Case(label, (x, *residual, weight, eps, *offsets, *group))
         elif x.dim() == 2 and offset is None:
             for name, scheme in schemes(axes.quant, device, gen, x.shape[1]):
@@ -247,11 +273,12 @@ def _cases(
 
 
 def _cost(axes: Norm, desc: OpDesc) -> Cost:
-    x, flops = desc["x"], 4 + axes.add
+    x, flops = desc["x"], 4 + axes.add + 3 * axes.center
     if axes.quant:
         alone = quantizing_cost(desc, x.shape[1], flops + SCHEMES[axes.quant].flops)
     else:
-        moved = (2 + axes.add) * x.nbytes + desc["weight"].nbytes
+        bias = desc["bias"].nbytes if axes.center and desc["bias"] is not None else 0
+        moved = (2 + axes.add) * x.nbytes + desc["weight"].nbytes + bias
         alone = Cost(moved, flops * x.numel)
     summed = alone.bytes + (x.nbytes if axes.sums else 0)
     if not axes.reduce:
@@ -270,6 +297,8 @@ def _op(axes: Norm) -> SemanticOp:
     """The op of one point.  The arguments of one that sums over ranks have no defaults, since the
     group comes last."""
     offset = parameter("weight_offset", float | None, None)
+    if axes.center:
+        offset = parameter("bias", Tensor | None, None)
     if axes.reduce:
         offset = offset.replace(default=offset.empty)
     parameters = [
@@ -321,10 +350,11 @@ def _op(axes: Norm) -> SemanticOp:
     )
 
 
-NORMS = {
-    axes: _op(axes)
-    for axes in (Norm(*point) for point in product((False, True), (False, True), ("", *SCHEMES)))
-}
+_AXES = (
+    *(Norm(*point) for point in product((False, True), (False, True), ("", *SCHEMES))),
+    *(Norm(add=add, center=True) for add in (False, True)),
+)
+NORMS = {axes: _op(axes) for axes in _AXES}
 RMS_NORM, ADD_RMS_NORM = NORMS[Norm()], NORMS[Norm(add=True)]
 _POINTS = {op.overload(): axes for axes, op in NORMS.items()}
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from ._call import Call, Expected, Floats, Oracle, rounded, to_e4m3
+
+
+def layer_normed(x: Floats, weight: Floats, eps: float, bias: Floats | None) -> Floats:
+    """x without its mean, over its standard deviation (Ba et al., 2016, eq. 4), times the weight,
+    plus the bias."""
+    width = max(x.shape[-1], 1)
+    mean = x.sum(-1, keepdims=True) / width
+    variance = (x * x).sum(-1, keepdims=True) / width - mean * mean
+    return (x - mean) / np.sqrt(variance + eps) * weight + (0 if bias is None else bias)  # type: ignore[no-any-return]
 
 
 def normed(
@@ -21,11 +31,15 @@ def normed(
 
 def norm(call: Call) -> Expected:
     """The norm, with the add before and the quantization behind it if the call has arguments for
-    them; the sum is the last result."""
+    them; the sum is the last result.  A layer norm is what has an argument for a bias."""
     x, dtype, offset = call["x"], call.dtypes["x"], call.values.get("weight_offset")
     if "residual" in call.values:
         x = rounded(x + call["residual"], dtype)
-    results = _quantized(normed(x, call["weight"], call["eps"], offset, dtype), call)
+    if "bias" in call.values:
+        y = layer_normed(x, call["weight"], call["eps"], call["bias"])
+    else:
+        y = normed(x, call["weight"], call["eps"], offset, dtype)
+    results = _quantized(y, call)
     return {**results, len(results): x} if "residual" in call.values else results
 
 
@@ -44,7 +58,24 @@ def gelu_tanh(x: Floats) -> Floats:
     return y
 
 
+def gelu(x: Floats) -> Floats:
+    """x times the normal distribution function (Hendrycks and Gimpel, 2016, section 2)."""
+    return x * (1 + torch.erf(torch.from_numpy(x / np.sqrt(2))).numpy()) / 2  # type: ignore[no-any-return]
+
+
 ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh}
+_PLAIN: dict[str, Callable[[Floats], Floats]] = {
+    "relu": lambda x: np.where(x < 0, 0, x),
+    "relu2": lambda x: np.where(x < 0, 0, x * x),
+    "gelu": gelu,
+    "gelu_new": gelu_tanh,
+}
+
+
+def activated(y: Floats, activation: str) -> Floats:
+    """A linear layer's activation of its sums, which are gate and up where it gates."""
+    plain = _PLAIN.get(activation)
+    return gated(y, None, activation) if plain is None else plain(y)
 
 
 def gated(gate_up: Floats, up: Floats | None, activation: str) -> Floats:

@@ -27,11 +27,13 @@ class InnerRows(NamedTuple):
 
 
 class NormOf(NamedTuple):
-    """What a norm of rows is given; ``offset`` is added to the weight, unless it is None."""
+    """What a norm of rows is given; ``offset`` is added to the weight and ``bias``, a pointer, to
+    the result, unless they are None."""
 
     ptr: Any
     eps: Any
     offset: Any
+    bias: Any
 
 
 class Heads(NamedTuple):

@@ -13,7 +13,7 @@ from .activation import gated
 from .dependent import start_next_and_wait
 from .float8 import stored_as, to_float32
 from .groups import Rows
-from .norm import sum_of_squares
+from .norm import row_sums
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -189,7 +189,7 @@ def _quant_split_kernel(
 @triton.jit
 def _normed(x, weight, hidden, eps, AS_WARPS: tl.constexpr, dtype: tl.constexpr):
     """The norm of float32 rows, with the roundings of the unfused kernels."""
-    inverse_rms = tl.rsqrt(sum_of_squares(x, AS_WARPS) / hidden + eps)
+    inverse_rms = tl.rsqrt(row_sums(x * x, AS_WARPS) / hidden + eps)
     normed = (x * inverse_rms[:, None]).to(dtype).to(tl.float32)
     return to_float32((normed * weight[None, :]).to(dtype))
 

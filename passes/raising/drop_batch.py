@@ -15,18 +15,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
+from torch._subclasses import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..canonicalize import argument, in_order, is_pointwise, kind
+from ..layer_mark import MARK
 from ..report import PassReport
 from ..rule import EXACT, Context, is_call, memory, writes
 from ..sites import NotASite
-from ..subgraph import compute_fake, fake_value
+from ..subgraph import fake_value
 
 _ATEN = torch.ops.aten
 _OF_LAST = (
     *(torch.ops.fw.linear.default, torch.ops.fw.rms_norm.default, F.linear, F.layer_norm),
-    *(_ATEN.view_as_complex.default, _ATEN.view_as_real.default),
+    *(_ATEN.view_as_complex.default, _ATEN.view_as_real.default, MARK),
 )
 """Ops over the last dimension of their first argument, the only one that has a batch."""
 _REDUCTIONS = (_ATEN.amax.default, _ATEN.amin.default, _ATEN._softmax.default)
@@ -48,7 +50,8 @@ class DropBatch:
         report = PassReport(self.name)
         made, bare = set[fx.Node](), set[fx.Node]()
         for node in list(gm.graph.nodes):
-            _refresh(node, made)
+            if _views(node, made):
+                made.add(node)
             given = [arg for arg in node.all_input_nodes if arg not in bare]
             reads = node.op.startswith("call_") and any(map(_has_batch, given))
             if not reads and not _views_with_batch(node):
@@ -86,12 +89,15 @@ class DropBatch:
             target, args, kwargs = _call(node, inner)
             how = graph.call_method if isinstance(target, str) else graph.call_function
             made = [how(target, args, kwargs)]
+            _know(made[0], _without_batch(fake_value(node)) if results else fake_value(node))
             if outputs[0] is not node:
                 made = [
                     graph.call_function(operator.getitem, (made[0], r.args[1])) for r in outputs
                 ]
             if results:
                 made = [graph.call_method("unsqueeze", (one, 0)) for one in made]
+                for one, output in zip(made, outputs, strict=True):
+                    _know(one, fake_value(output))
             new.extend(made)
             return made
 
@@ -141,24 +147,23 @@ def _views_with_batch(node: fx.Node) -> bool:
     return not _has_batch(source) and isinstance(sizes, (list, tuple)) and sizes[0] in (1, -1)
 
 
-def _refresh(node: fx.Node, made: set[fx.Node]) -> None:
-    """Compute the fake value of a view anew if what it is a view of has been replaced."""
+def _views(node: fx.Node, made: set[fx.Node]) -> bool:
+    """Whether a node is a view of one of those."""
     sources = [arg for arg in node.all_input_nodes if arg in made]
-    if not sources or not isinstance(fake_value(node), (Tensor, tuple, list)) or _is_new(node):
-        return
-    with torch.inference_mode():  # as it was captured, where ops in place were too
-        value = compute_fake(node)
-    held = {one.untyped_storage()._cdata for one in tree_leaves(value)}
-    if held <= memory(*sources):
-        node.meta["example_value"] = value
-        made.add(node)
+    held = memory(node)
+    return bool(sources and held) and held <= memory(*sources)
 
 
-def _is_new(node: fx.Node) -> bool:
-    """Whether an op says that none of its results lies in memory of an argument.  Some of those
-    need numbers for their fake values, and would make a size static."""
-    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
-    return bool(returns) and all(result.alias_info is None for result in returns)
+def _know(node: fx.Node, value: Any) -> None:
+    """Give a node the value that it stands for.  It lies in the memory of the one that it replaces,
+    so that views of that are views of it."""
+    node.meta["example_value"] = value
+
+
+def _without_batch(value: Any) -> Any:
+    tensors = [one for one in tree_leaves(value) if isinstance(one, FakeTensor)]
+    with tensors[0].fake_mode, torch.inference_mode(tensors[0].is_inference()):
+        return tree_map(lambda one: one.squeeze(0), value)
 
 
 def _call(node: fx.Node, inner: Inner) -> Call:

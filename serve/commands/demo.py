@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...config import UserError
+from ...engine.frontend.engine_log import ready_s, startup_line
 from ..console.flags import engine_flags
 from ..console.options import check_finished, checked, load, stream
-from ..console.report import level_line, passes_table, ready_s, startup_line
+from ..console.report import level_line, passes_table
 from .evaluate import greedy, solved
 
 if TYPE_CHECKING:

@@ -59,8 +59,9 @@ def run(
 ) -> None:
     """Generate text for prompts: one is streamed, several run as one batch.
 
-    Several are printed in their order, each as soon as it and all before it are finished; with
-    --json each is printed as it finishes, and request_id is its prompt's number. Sampling defaults
+    Several outputs are printed in their order, each as soon as it and all before it are finished,
+    below a line such as "--- prompt 0, output 1 of 2"; with --json each is printed as it finishes,
+    and request_id is its prompt's number. Sampling defaults
     are vLLM's (temperature 1.0), except for --max-tokens; a .jsonl record's own options win.
     """
     prompts = read_prompts(prompt or [], prompts_file)
@@ -70,6 +71,12 @@ def run(
             f"{ids.where}: --chat needs prompts of text: prompt_token_ids are past its template"
         )
     params = [_params(p, sampling) for p in prompts]
+    for each, asked in zip(prompts, params, strict=True):
+        if not json_output and (asked.logprobs, asked.prompt_logprobs) != (None, None):
+            where = f"{each.where}: " if each.where else ""
+            raise UserError(
+                f"{where}logprobs are shown with --json alone; give it, or ask for none"
+            )
     llm = load(engine, text=any(isinstance(p.prompt, str) or p.messages for p in prompts))
     requests = [
         _Request(_prompt(llm, p, chat), q, p.where, plain=not chat and p.messages is None)
@@ -161,23 +168,27 @@ def _print_in_order(llm: LLM, requests: Sequence[_Request]) -> list[RequestOutpu
             for output in _finished(llm, requests):
                 outputs[int(output.request_id)] = output
                 while printed in outputs:
-                    _print(requests[printed], outputs[printed])
+                    _print(requests, printed, outputs[printed])
                     printed += 1
                 advance(1)
     except KeyboardInterrupt:
         for number in sorted(number for number in outputs if number >= printed):
-            _print(requests[number], outputs[number])
+            _print(requests, number, outputs[number])
         typer.echo(f"interrupted: {len(outputs)} of {len(requests)} prompts are done", err=True)
         raise
     return [outputs[number] for number in range(len(requests))]
 
 
-def _print(request: _Request, output: RequestOutput) -> None:
+def _print(requests: Sequence[_Request], number: int, output: RequestOutput) -> None:
+    """Print the outputs of a prompt, each below a line that says whose it is: texts may have any
+    lines themselves."""
     if output.error is not None:
         return  # `check_finished` tells
+    several = len(output.outputs) > 1
     for completion in output.outputs:
-        begin = (output.prompt or "") if request.plain else ""
-        typer.echo(f"{begin}{completion.text}")
+        which = f", output {completion.index} of {len(output.outputs)}" if several else ""
+        begin = (output.prompt or "") if requests[number].plain else ""
+        typer.echo(f"--- prompt {number}{which}\n{begin}{completion.text}")
 
 
 def _stream(llm: LLM, request: _Request) -> RequestOutput:

@@ -11,13 +11,14 @@ import typer
 
 from ...config import MachineError, UserError
 from ...config.numbers import check_counts, check_number
+from ...config.process.logs import LEVELS, VARIABLE, LogStyle, level_of_environment
 from ...engine.ranks.torchrun import join_torchrun
-from ..console.failure import say
 from ..console.flags import model_flags, strings
 from ..console.options import checked
 from ..http.intake.hosts import checked_hosts
 
 PARSERS = ("auto", "hermes", "llama3_json", "mistral", "qwen3_coder", "xlam")
+_FORMATS = ("text", "json")
 _MOST_PROCESSES = 64
 _EXTRA = ("fastapi", "uvicorn", "uvloop", "httptools", "zmq", "prometheus_client")
 
@@ -116,6 +117,57 @@ class Limits:
             raise UserError(f"shutdown_timeout={self.shutdown_timeout}: expected 0 or more seconds")
 
 
+@dataclass(frozen=True)
+class Log:
+    """Flags of the log, which goes to stderr.
+
+    Raises:
+        UserError: a level, a form or a number is none.
+    """
+
+    log_level: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Least that is logged: {', '.join(LEVELS)}. [default: info, or {VARIABLE}]",
+            show_default=False,
+        ),
+    ] = None
+    log_format: Annotated[str, typer.Option(help=f"Form of a line: {', '.join(_FORMATS)}.")] = (
+        _FORMATS[0]
+    )
+    enable_log_requests: Annotated[
+        bool,
+        typer.Option(
+            "--enable-log-requests/--disable-log-requests",
+            help="Log sizes and sampling of each request, never its text.",
+        ),
+    ] = False
+    disable_log_stats: Annotated[
+        bool, typer.Option("--disable-log-stats", help="No lines of load.")
+    ] = False
+    log_stats_interval: Annotated[
+        float, typer.Option(help="Seconds between two lines of load, while anything runs.")
+    ] = 10.0
+    disable_uvicorn_access_log: Annotated[
+        bool, typer.Option("--disable-uvicorn-access-log", help="No lines of successful answers.")
+    ] = False
+    disable_access_log_for_endpoints: Annotated[
+        str, typer.Option(help="Paths without such lines, separated by commas.")
+    ] = "/health,/live,/load,/metrics,/ping,/version,/"
+
+    def __post_init__(self) -> None:
+        named = {"log_level": (*LEVELS, None), "log_format": _FORMATS}
+        for name, known in named.items():
+            if (value := getattr(self, name)) not in known:
+                expected = ", ".join(filter(None, known))
+                raise UserError(f"{name}={value!r}: expected one of {expected}")
+        check_number(log_stats_interval=self.log_stats_interval)
+
+    def style(self) -> LogStyle:
+        level = self.log_level or level_of_environment() or "info"
+        return LogStyle(level, json=self.log_format == "json")
+
+
 @model_flags
 def serve(
     engine: dict[str, Any],
@@ -126,6 +178,7 @@ def serve(
         list[str] | None, typer.Option(help="Name of the model in requests (repeatable).")
     ] = None,
     limits: Limits,
+    log: Log,
     otlp_endpoint: Annotated[
         str | None, typer.Option(help="Collector of OpenTelemetry traces: http://HOST:4318.")
     ] = None,
@@ -144,10 +197,10 @@ def serve(
         raise UserError(f"tool_call_parser={tool_call_parser!r}: expected one of {parsers}")
     keys = _keys("api_key", access.api_key or [], access.api_key_file)
     admin_keys = _keys("admin_api_key", access.admin_api_key or [], access.admin_api_key_file)
-    life, state = _import()
+    life, server_settings = _import()
     from ...model_executor.hf_config import served_name  # options were checked with it
 
-    settings = state.Settings(
+    settings = server_settings.Settings(
         model_names=tuple(served_model_name or [served_name(options.model)]),
         api_keys=keys,
         admin_keys=admin_keys,
@@ -161,25 +214,32 @@ def serve(
         otlp_endpoint=_collector(otlp_endpoint),
         strict_fields=limits.strict_fields,
         tool_format=None if tool_call_parser == "auto" else tool_call_parser,
+        log=server_settings.LogSettings(
+            style=log.style(),
+            answers=not log.disable_uvicorn_access_log,
+            without=strings(log.disable_access_log_for_endpoints),
+            requests=log.enable_log_requests,
+            stats_s=None if log.disable_log_stats else log.log_stats_interval,
+        ),
     )
     certificate, key = (str(f) if f else None for f in (address.ssl_certfile, address.ssl_keyfile))
     endpoint = life.Endpoint(address.host, address.port, certificate, key)
     counts = limits.api_server_count, limits.data_parallel_size
-    life.run_server(options, settings, endpoint, say, *counts)
+    life.run_server(options, settings, endpoint, *counts)
 
 
 def _import() -> tuple[Any, Any]:
     """The modules that serve HTTP, which import packages that the engine does not need."""
     try:
         from ..http import life
-        from ..http.jobs import state
+        from ..http.jobs import settings
     except ModuleNotFoundError as error:
         if error.name not in _EXTRA:
             raise
         raise MachineError(
             f"the server needs the package {error.name}: pip install 'fusewright[serve]'"
         ) from error
-    return life, state
+    return life, settings
 
 
 def _collector(url: str | None) -> str | None:

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import select
+import signal
 import sys
 import traceback
 from typing import Any, NoReturn, TextIO
@@ -19,6 +20,8 @@ import typer
 from ...config import MachineError, UserError, VerificationError
 
 MISTAKE, FAILED, INTERRUPTED = 2, 1, 130
+READER_GONE = 128 + signal.SIGPIPE
+"""Whoever reads stdout has seen enough, as ``head`` has: no mistake, and nothing to say of it."""
 
 
 def open_missing_streams() -> None:
@@ -56,15 +59,6 @@ def flush() -> None:
         _discard(2, sys.stderr)
 
 
-def say(line: str) -> None:
-    """Print a line of a program that goes on to stderr, unless nobody takes it there: what serves
-    others neither ends nor waits because the reader of a pipe does."""
-    with contextlib.suppress(OSError, ValueError):
-        _, takes, _ = select.select([], [sys.stderr], [], 0)
-        if takes:
-            typer.echo(line, err=True)
-
-
 def report(error: BaseException, *, debug: bool) -> int:
     """Say what went wrong in one line, with ``debug`` after its traceback; return the exit code."""
     code, message = _explain(error)
@@ -84,6 +78,8 @@ def report(error: BaseException, *, debug: bool) -> int:
 def _explain(error: BaseException) -> tuple[int, str]:
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, ""
+    if isinstance(error, BrokenPipeError) and _reader_is_gone():
+        return READER_GONE, ""
     if isinstance(error, MachineError):
         return FAILED, str(error)
     if isinstance(error, UserError):
@@ -118,9 +114,16 @@ def _was_printing(error: OSError) -> bool:
     return False
 
 
+def _reader_is_gone() -> bool:
+    """Whether stdout is a pipe that nobody reads any more."""
+    with contextlib.suppress(OSError, ValueError):
+        poll = select.poll()
+        poll.register(sys.stdout, select.POLLOUT)
+        return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    return False
+
+
 def _words(error: OSError) -> str:
-    if error.errno == errno.EPIPE:
-        return "was closed by its reader"
     if error.errno == errno.EBADF:
         return "is closed"
     return f"cannot be written: {error.strerror}"

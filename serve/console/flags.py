@@ -30,6 +30,9 @@ _Model = Annotated[
 TargetSm = Annotated[
     int | None, typer.Option(help="For this compute capability, such as 90, in place of the GPU's.")
 ]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", help="Print errors as numbers, and all that was recorded.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON; all else goes to stderr.")]
 
 
@@ -58,7 +61,7 @@ SAMPLING: tuple[OptionSpec, ...] = (
     _sampling("repetition_penalty", "float", "above 1 discourages what occurred", 1.0),
     _sampling("presence_penalty", "float", "subtracted once from what was generated", 0.0),
     _sampling("frequency_penalty", "float", "subtracted per occurrence generated", 0.0),
-    _sampling("logprobs", "int", "log probabilities of this many tokens a step (with --json)"),
+    _sampling("logprobs", "int", "log probabilities of this many tokens a step; needs --json"),
     _sampling("n", "int", "outputs a prompt", 1),
 )
 

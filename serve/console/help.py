@@ -51,7 +51,9 @@ class GroupedHelp(TyperCommand):
     under ``--help``, all under ``--help-all``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        args = rewritten(args, _known(self.get_params(ctx)), ctx.info_name)
+        # "fusewright bench serve" is another command than "fusewright serve".
+        command = ctx.command_path.partition(" ")[2]
+        args = rewritten(args, _known(self.get_params(ctx)), command)
         try:
             parsed = self.make_parser(ctx).parse_args(args=list(args))[0]
         except UsageError as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...config import UserError
 from ...config.ports import ported
-from ...config.vllm import ENGINE, SERVE, Argument
+from ...config.vllm import BENCH, ENGINE, SERVE, Argument
 
 _SHORT = {
     "-tp": "--tensor-parallel-size",
@@ -33,13 +33,14 @@ def rewritten(args: Sequence[str], known: Mapping[str, bool], command: str) -> l
 
     Args:
         known: flag of the command -> whether it takes a value.
-        command: its name.
+        command: its name behind the program's, such as "serve" or "bench latency".
 
     Raises:
         UserError: a flag of vLLM's asks for what is not there, or a ``--config`` file is bad.
     """
     has_engine = "--max-model-len" in known
-    table = {} if not has_engine else ENGINE | SERVE if command == "serve" else ENGINE
+    more = BENCH if command.startswith("bench ") else SERVE if command == "serve" else {}
+    table = ENGINE | more if has_engine else {}
     out: list[str] = []
     rest = list(args)
     while rest:
@@ -61,11 +62,11 @@ def rewritten(args: Sequence[str], known: Mapping[str, bool], command: str) -> l
         if argument is None:
             out.append(arg)
         elif argument.switch:
-            out += _ours(argument, not says_no)
+            out += _ours(argument, not says_no, known)
         else:
             if not equals and not rest:
                 raise UserError(f"{flag}: expected a value")
-            out += _ours(argument, value if equals else rest.pop(0))
+            out += _ours(argument, value if equals else rest.pop(0), known)
     return out
 
 
@@ -91,11 +92,16 @@ def _argument(flag: str, table: Mapping[str, Argument]) -> tuple[Argument | None
     return table.get(name), False
 
 
-def _ours(argument: Argument, value: Any) -> list[str]:
+def _ours(argument: Argument, value: Any, known: Mapping[str, bool]) -> list[str]:
     flags = []
     for name, each in ported(argument, value).items():
         text = ",".join(map(str, each)) if isinstance(each, list | tuple) else str(each)
-        flags += ["--" + name.replace("_", "-"), text]
+        flag = "--" + name.replace("_", "-")
+        if flag not in known:
+            raise UserError(
+                f"{argument.name}={value!r}: is {flag} here, which this command does not have"
+            )
+        flags += [flag, text]
     return flags
 
 

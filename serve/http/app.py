@@ -36,7 +36,9 @@ from .endpoints.service import (
     tokenize,
     version,
 )
+from .endpoints.sleep import is_sleeping, sleep, wake_up
 from .guard import Guard
+from .intake.answer_log import GONE, REASON
 from .intake.errors import ApiError, api_error, json_response
 from .intake.fields import why_no_path
 from .intake.protocol import (
@@ -68,6 +70,7 @@ GETS: tuple[tuple[str, _Endpoint], ...] = (
     ("/v1/models/{name:path}", model),
     ("/live", live),
     ("/health", health),
+    ("/is_sleeping", is_sleeping),
     ("/ping", health),
     ("/load", load),
     ("/version", version),
@@ -81,6 +84,8 @@ GETS: tuple[tuple[str, _Endpoint], ...] = (
 BARE_POSTS: tuple[tuple[str, _Endpoint], ...] = (
     ("/ping", health),
     ("/reset_prefix_cache", reset_prefix_cache),
+    ("/sleep", sleep),
+    ("/wake_up", wake_up),
 )
 """Those that take no body."""
 
@@ -157,9 +162,12 @@ async def _answer(request: Request, error: Exception) -> Response:
                 why_no_path(request.url.path) or "no such path; /docs lists those that are served"
             )
         error = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {what}")
-    return api_error(error).response(request.url.path)
+    answer = api_error(error)
+    request.scope[REASON] = answer.message
+    return answer.response(request.url.path)
 
 
 async def _nobody(request: Request, error: Exception) -> Response:
     """The answer to a client that is gone; 499 is how proxies log it."""
+    request.scope[REASON] = GONE
     return json_response(None, 499)

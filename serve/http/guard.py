@@ -10,18 +10,23 @@ to those of ``--allowed-host``.
 from __future__ import annotations
 
 import hmac
+import time
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .intake.answer_log import REASON, request_id_of
 from .intake.errors import ApiError
 from .intake.hosts import host_name, is_named, is_private
-from .jobs.state import ADMIN, ServerState, Settings
+from .jobs.settings import Settings
+from .jobs.state import ADMIN, ServerState
 
 _OPEN = ("/", "/live", "/health", "/ping", "/version", "/docs", "/openapi.json")
 """Paths that need no key: whoever supervises the process asks them, or a browser shows them."""
 _MOST_KNOWN = 256
 """Values of ``Host`` that are remembered."""
+_ID = b"x-request-id"
 
 
 class Visitor(NamedTuple):
@@ -30,10 +35,11 @@ class Visitor(NamedTuple):
     hosts: list[bytes]
     origins: list[bytes]
     key: bytes
+    request_id: bytes
 
 
 class Guard:
-    """Lets in those who may ask, and counts the answers of each path."""
+    """Lets in those who may ask; counts and logs the answers of each path."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app, self._state = app, state
@@ -47,20 +53,42 @@ class Guard:
             await self._app(scope, receive, send)
             return
 
+        visitor, began_s = visitor_of(scope), time.monotonic()
+        status, request_id = 499, ""
+
         async def counted(message: Message) -> None:
+            nonlocal status, request_id
             if message["type"] == "http.response.start":
+                status = message["status"]
                 route = getattr(scope.get("route"), "path", "other")
-                self._state.metrics.tally.answers[f"{message['status']} {route}"] += 1
+                self._state.metrics.tally.answers[f"{status} {route}"] += 1
+                headers = message["headers"]
+                request_id = _header(headers, _ID).decode("latin-1")
+                if status >= 400 and not request_id:
+                    request_id = request_id_of(visitor.request_id)
+                    message = {**message, "headers": [*headers, (_ID, request_id.encode())]}
             await send(message)
 
-        visitor = visitor_of(scope)
-        refused = self._doors.refuse(visitor, scope["http_version"])
-        if refused is None:
-            refused = self._check_key(scope, visitor.key)
-        if refused is not None:
-            await refused.response(scope["path"])(scope, receive, counted)
-            return
-        await self._app(scope, receive, counted)
+        try:
+            refused = self._doors.refuse(visitor, scope["http_version"])
+            if refused is None:
+                refused = self._check_key(scope, visitor.key)
+            if refused is not None:
+                scope[REASON] = refused.message
+                await refused.response(scope["path"])(scope, receive, counted)
+            else:
+                await self._app(scope, receive, counted)
+        finally:
+            path = scope["path"]
+            self._state.answer_log.write(
+                f"{scope['method']} {path}",
+                path,
+                status,
+                client="{}:{}".format(*scope["client"]) if scope.get("client") else "",
+                reason=scope.get(REASON, ""),
+                request_id=request_id,
+                seconds=round(time.monotonic() - began_s, 4),
+            )
 
     def _check_key(self, scope: Scope, key: bytes) -> ApiError | None:
         """Note whose key a request brings as the ``owner`` in its scope; returns the answer to one
@@ -87,7 +115,7 @@ class Guard:
 
 
 def visitor_of(scope: Scope) -> Visitor:
-    hosts, origins, authorization, key = [], [], b"", b""
+    hosts, origins, authorization, key, request_id = [], [], b"", b"", b""
     for name, value in scope["headers"]:
         if name == b"host":
             hosts.append(value)
@@ -97,10 +125,16 @@ def visitor_of(scope: Scope) -> Visitor:
             authorization = authorization or value
         elif name == b"x-api-key":  # Anthropic's clients
             key = key or value
+        elif name == _ID:
+            request_id = value
     kind, _, bearer = authorization.partition(b" ")
     if kind.lower() == b"bearer":
         key = bearer
-    return Visitor(hosts, origins, key.strip())
+    return Visitor(hosts, origins, key.strip(), request_id)
+
+
+def _header(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> bytes:
+    return next((value for name, value in headers if name.lower() == wanted), b"")
 
 
 class Doors:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import signal
 import socket
@@ -16,19 +17,26 @@ from typing import Any
 import uvicorn
 import uvloop
 
+from ... import __version__
 from ...config import EngineDeadError, EngineOptions, MachineError, UserError
+from ...config.process.logs import facts, write_log
+from ...engine.frontend.engine_log import log_start
 from ...engine.frontend.generation_config import describe_default_sampling
 from ...engine.process.client import EngineClient
 from ...engine.process.wire import Seat
 from .app import make_app
 from .helper import DRAINED, READY, Helper, Orders
+from .intake.answer_log import AnswerLog, LogSettings
 from .intake.connections import Connections, limited_by_files
 from .intake.errors import ApiError
 from .intake.hosts import is_loopback
 from .intake.limits import HEAD_S, LimitedProtocol, Uploads
-from .jobs.state import Phase, ServerState, Settings
+from .jobs.settings import Settings
+from .jobs.state import Phase, ServerState
+from .jobs.stats import log_loads
 from .tool_calls.call_reader import detect
 
+_log = logging.getLogger(__name__)
 _BACKLOG = 2048
 _FLUSH_S = 2
 """Seconds for the last answers to reach their clients."""
@@ -80,9 +88,16 @@ class _Http(uvicorn.Server):
     """uvicorn without its signal handlers, as ``Life`` has its own, and with our limits of what a
     connection may send."""
 
-    def __init__(self, config: uvicorn.Config, uploads: Uploads, connections: Connections) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        uploads: Uploads,
+        connections: Connections,
+        answer_log: AnswerLog | None = None,
+    ) -> None:
         super().__init__(config)
         self._uploads, self._connections = uploads, connections
+        self._answer_log = answer_log or AnswerLog(LogSettings())
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -95,6 +110,7 @@ class _Http(uvicorn.Server):
             LimitedProtocol,
             self._uploads,
             self._connections,
+            self._answer_log,
             config=self.config,
             server_state=self.server_state,
             app_state=self.lifespan.state,
@@ -113,7 +129,6 @@ class Life:
     Args:
         seat: the place of this process among those that share the engines.
         listening: its socket; the first process has those of the others behind its own.
-        say: tells the operator a line.
     """
 
     def __init__(
@@ -123,15 +138,19 @@ class Life:
         seat: Seat,
         listening: list[socket.socket],
         endpoint: Endpoint,
-        say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._client = EngineClient(options, seat, on_death=self._on_death)
+        name = f"api {seat.index}" if seat.count > 1 else ""
+        style = replace(settings.log.style, process=name)
+        write_log(style)
+        write_log(replace(style, level="error"), "uvicorn.error")
+        self._client = EngineClient(options, seat, log=settings.log.style, on_death=self._on_death)
         self._state = ServerState(self._client, settings)
-        self._listening, self._endpoint, self._say = listening, endpoint, say
+        self._listening, self._endpoint = listening, endpoint
         self._num_signals = 0
         self._changed, self._released = asyncio.Event(), asyncio.Event()
         self._helpers: list[Helper] = []
         self._ending = False
+        self._loads: asyncio.Task[None] | None = None
         self.tell: Callable[[bytes], object] = lambda line: None
         """Tells the first process how far this one is."""
 
@@ -142,12 +161,13 @@ class Life:
             UserError: the engine cannot start; an option is bad.
             MachineError: a process has ended.
         """
-        endpoint = self._endpoint
+        endpoint, settings = self._endpoint, self._state.settings
         http = _Http(
             uvicorn.Config(
                 make_app(self._state),
                 ws="none",
                 lifespan="off",
+                log_config=None,  # its loggers are the style's too
                 log_level="error",  # a warning for each malformed request would fill a log
                 access_log=False,
                 server_header=False,
@@ -158,8 +178,11 @@ class Life:
                 ssl_keyfile=endpoint.private_key,
             ),
             self._state.uploads,
-            Connections(limited_by_files(self._state.settings.max_connections)),
+            Connections(limited_by_files(settings.max_connections)),
+            self._state.answer_log,
         )
+        if self._client.seat.index == 0:
+            _log.info("fusewright %s starts %s", __version__, self._client.options.model)
         self._client.start()
         self._client.peers.answer = self._state.answer_peer
         self._state.watch_others()
@@ -171,6 +194,8 @@ class Life:
             await self._drain()
         finally:
             self._ending = True
+            if self._loads is not None:
+                self._loads.cancel()
             await asyncio.gather(*(helper.end() for helper in self._helpers))
             http.should_exit = True
             await serving
@@ -214,8 +239,8 @@ class Life:
             raise self._death() from None
         self._state.metrics.reports = reports
         tokenizer = self._client.inputs.tokenizer
-        if said := describe_default_sampling(self._client.inputs.default_sampling):
-            self._say(said)
+        if self._client.seat.index == 0:
+            self._tell_start(reports)
         if tokenizer is not None and self._state.tool_format is None:
             self._state.tool_format = detect(tokenizer.chat_template)
         # What has been made by now lives as long as the process: no collection looks at it again.
@@ -224,10 +249,23 @@ class Life:
         gc.set_threshold(_GC_THRESHOLD)
         self._state.phase = Phase.SERVING
         self.tell(READY)
+        if self._client.seat.index == 0:
+            self._tell_address()
+            if (every_s := self._state.settings.log.stats_s) is not None:
+                self._loads = asyncio.create_task(log_loads(self._state, every_s))
+
+    def _tell_start(self, reports: list[dict[str, Any]]) -> None:
+        for number, report in enumerate(reports):
+            log_start(report, f"engine {number}: " if len(reports) > 1 else "")
+        if said := describe_default_sampling(self._client.inputs.default_sampling):
+            _log.info("%s", said)
+
+    def _tell_address(self) -> None:
         scheme = "https" if self._endpoint.certificate else "http"
         address, port = self._listening[0].getsockname()[:2]
         names = ", ".join(self._state.settings.model_names)
-        self._say(f"serving {names} at {scheme}://{address}:{port}")
+        url = f"{scheme}://{address}:{port}"
+        _log.info("serving %s at %s", names, url, extra=facts(models=names, url=url))
 
     async def _connect(self) -> list[dict[str, Any]]:
         """Wait until engines and API processes have started; returns the engines' reports."""
@@ -242,7 +280,8 @@ class Life:
         state = self._state
         if state.phase is Phase.SERVING:
             state.phase = Phase.DRAINING
-            self._say(f"draining: {state.num_jobs} requests")
+            if self._client.seat.index == 0:
+                _log.info("draining: %d requests", state.num_jobs)
         end = asyncio.get_running_loop().time() + state.settings.shutdown_timeout_s
         while state.jobs and self._num_signals < 2 and self._client.dead is None:
             if asyncio.get_running_loop().time() > end:
@@ -287,7 +326,6 @@ def run_server(
     options: EngineOptions,
     settings: Settings,
     endpoint: Endpoint,
-    say: Callable[[str], None],
     num_processes: int = 1,
     num_replicas: int = 1,
 ) -> None:
@@ -296,7 +334,6 @@ def run_server(
     Args:
         settings: a server that only this machine reaches takes no host names of others, unless
             they are listed.
-        say: tells the operator a line; it may neither fail nor wait.
         num_processes: processes that serve HTTP, over ``num_replicas`` engines.
 
     Raises:
@@ -312,7 +349,7 @@ def run_server(
             settings = replace(settings, allowed_hosts=())
 
         async def live() -> None:
-            life = Life(options, settings, seat, listening, endpoint, say)
+            life = Life(options, settings, seat, listening, endpoint)
             for number in (signal.SIGTERM, signal.SIGINT):
                 asyncio.get_running_loop().add_signal_handler(number, life.on_signal)
             await life.run()

@@ -61,7 +61,7 @@ def plot(
     picture: Annotated[Path, typer.Argument(help="PNG to write.")],
     results: Annotated[list[Path], typer.Argument(help="Results of one bench, a line each.")],
 ) -> None:
-    """Draw results of latency, throughput or growth that were kept by --output."""
+    """Draw results of latency, throughput, serve, growth or tune serve, kept by --output."""
     writable("picture", picture)
     from ...bench import plots
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +15,7 @@ from ..console.flags import model_flags
 from ..console.options import check_to_measure, load
 from ..console.table import table
 from .measured import Comparison, Result, fastest, rows_table, times_table
+from .workload import Runs, Workload
 
 if TYPE_CHECKING:
     from ...bench.workloads import Work
@@ -28,43 +28,6 @@ _CONTEXTS = [128 << n for n in range(9)]
 def _engine(options: dict[str, Any]) -> Any:
     """The ``LLM`` to measure: prompts are repeated, so prefixes are not cached unless asked for."""
     return load({"enable_prefix_caching": False, "gpu_memory_utilization": 0.85, **options})
-
-
-@dataclass(frozen=True)
-class Mixes:
-    """Flags of ``bench throughput``: the requests, how they arrive, and what is counted."""
-
-    workload: Annotated[
-        list[str] | None,
-        typer.Option(help="chat (if unset), prefill-heavy, decode-heavy. Several: a run each."),
-    ] = None
-    num_prompts: Annotated[int, typer.Option(help="Requests.")] = 500
-    request_rate: Annotated[
-        list[float] | None,
-        typer.Option(help="Requests a second; all at once if unset or inf. Several: a run each."),
-    ] = None
-    goodput: Annotated[
-        list[str] | None, typer.Option(help="Limits in ms that a good request keeps: ttft:500.")
-    ] = None
-    repeats: Annotated[int, typer.Option(help="Runs of each, of which the best counts.")] = 1
-
-    def check(self) -> None:
-        """Raise ``UserError`` if a number is out of its range, or a workload is unknown."""
-        check_counts(1, MOST_REQUESTS, num_prompts=self.num_prompts)
-        check_counts(1, repeats=self.repeats)
-        for rate in self.request_rate or ():
-            if not rate > 0:
-                raise UserError(
-                    f"request_rate={rate}: expected more than 0, or inf for all at once"
-                )
-        from ...bench.workloads import mix
-
-        for name in self.names:
-            mix(name, 1, 8)
-
-    @property
-    def names(self) -> list[str]:
-        return self.workload or ["chat"]
 
 
 @model_flags
@@ -104,66 +67,68 @@ def latency(
 def throughput(
     engine: dict[str, Any],
     *,
-    mixes: Mixes,
+    workload: Workload,
+    runs: Runs,
     result: Result,
     plot: Annotated[
-        Path | None, typer.Option(help="Plot throughput over latency of each rate to this PNG.")
+        Path | None, typer.Option(help="Plot throughput over latency, and TTFT, to this PNG.")
     ] = None,
     frontends: Annotated[
         bool, typer.Option("--async", help="Compare AsyncLLM with one batch of LLM.generate.")
     ] = False,
     comparison: Comparison,
 ) -> None:
-    """Requests and tokens a second over a mix of lengths, with percentiles of latency."""
+    """Requests and tokens a second of a data set, with percentiles of latency.
+
+    Requests come at once, or at --request-rate; `bench serve` uses HTTP.
+    """
     comparison.end_if_asked(result)
-    check_to_measure(engine)
-    mixes.check()
-    if frontends and (mixes.request_rate or mixes.goodput or plot):
-        flag = "request-rate" if mixes.request_rate else "goodput" if mixes.goodput else "plot"
+    options = {**workload.implied, **engine}
+    check_to_measure(options)
+    if frontends and (workload.rates or runs.goodput or plot):
+        flag = "request-rate" if workload.rates else "goodput" if runs.goodput else "plot"
         raise UserError(f"--{flag} says nothing of --async, which has all requests at once")
     result.check(plot)
     from ...bench.cases import measure_frontends
     from ...bench.serving import parse_limits, warm_up
-    from ...bench.workloads import equal, fitting, mix
+    from ...bench.workloads import equal, fitting
 
-    limits = parse_limits(mixes.goodput or [])
-    llm = _engine(engine)
-    vocab_size = llm.engine.inputs.vocab_size
-    max_model_len = llm.engine.inputs.max_model_len
-    warm_up(llm.engine, fitting(equal(8, 64, 8, vocab_size), max_model_len)[0])
-    rows, compared = [], {}
-    for name in mixes.names:
-        works, scale = fitting(mix(name, mixes.num_prompts, vocab_size), max_model_len)
-        if scale < 1:
-            name = f"{name} x {scale:.3f}"
-            result.say(
-                f"{name}: all lengths are scaled, so that the longest request fits into "
-                f"{max_model_len=}"
-            )
-        if frontends:
-            result.say(f"{name}, {mixes.num_prompts} requests")
-            compared[name] = measure_frontends(llm, works)
-            result.say(rows_table(compared[name]))
-            continue
-        for rate in mixes.request_rate or [inf]:
-            about = {"workload": name, "request_rate": None if rate == inf else rate}
-            rows.append({**about, **_best_run(llm.engine, works, rate, mixes.repeats, limits)})
-            result.say(_throughput_text(rows[-1]))
-    measured: dict[str, Any] = {"frontends": compared} if frontends else {"rows": rows}
-    result.keep(engine, plot, **measured, engine=llm.report())
+    limits = parse_limits(runs.goodput or [])
+    works = workload.works(options, result.say)
+    llm = _engine(options)
+    inputs = llm.engine.inputs
+    warm_up(llm.engine, fitting(equal(8, 64, 8, inputs.vocab_size), inputs.max_model_len)[0])
+    if frontends:
+        compared = measure_frontends(llm, works)
+        result.say(f"{workload.dataset}, {len(works)} requests\n{rows_table(compared)}")
+        result.keep(options, plot, frontends=compared, engine=llm.report())
+        return
+    rows = []
+    for rate in workload.rates or (inf,):
+        row = _best_run(llm.engine, works, (rate, workload.burstiness), runs.repeats, limits)
+        rows.append({**workload.about(rate), **row})
+        result.say(_throughput_text(rows[-1]))
+    result.keep(options, plot, rows=rows, engine=llm.report())
 
 
 def _best_run(
-    engine: Engine, works: Sequence[Work], rate: float, repeats: int, limits: dict[str, float]
+    engine: Engine,
+    works: Sequence[Work],
+    rate: tuple[float, float],
+    repeats: int,
+    limits: dict[str, float],
 ) -> dict[str, Any]:
-    """The fastest of ``repeats`` runs, and by what share the slowest took longer."""
+    """The fastest of ``repeats`` runs, and by what share the slowest took longer; ``rate`` is
+    requests a second and burstiness."""
     from ...bench.account import account, recorded
     from ...bench.serving import run
+    from ...bench.workloads import arrivals
 
     tries = []
-    for _ in range(repeats):
+    for number in range(repeats):
+        times = arrivals(len(works), *rate, seed=number)
         with recorded(engine) as steps:
-            tries.append((run(engine, works, rate), steps))
+            tries.append((run(engine, works, times), steps))
     row, steps = fastest(tries, limits)
     return {**row, "account": account(steps)}
 

@@ -28,7 +28,7 @@ def passes(
         list[int] | None,
         typer.Option(help="Sequences of a decode step; if unset 1, 64, 256, on a CPU 1, 8."),
     ] = None,
-    prefill: Annotated[
+    input_len: Annotated[
         int | None, typer.Option(help="Tokens of the prompt; 2048 if unset and they fit.")
     ] = None,
     *,
@@ -54,8 +54,8 @@ def passes(
         return
     for value in batch_size or ():
         check_counts(1, MOST_REQUESTS, batch_size=value)
-    if prefill is not None:
-        check_counts(1, prefill=prefill)
+    if input_len is not None:
+        check_counts(1, input_len=input_len)
     result.check()
     from ...bench.passes import BATCHES, CPU_BATCHES, Steps, fitting_prefill, measure_passes
     from ...engine.worker.hardware import detect_hardware
@@ -66,12 +66,12 @@ def passes(
             "--update-gates: figures of a CPU decide nothing; drop it, or measure a GPU"
         )
 
-    if prefill is None:
-        prefill = fitting_prefill(engine)
-        if prefill < Steps.prefill:
-            result.say(f"a prompt of {prefill} tokens: more do not fit")
+    if input_len is None:
+        input_len = fitting_prefill(engine)
+        if input_len < Steps.prefill:
+            result.say(f"a prompt of {input_len} tokens: more do not fit")
     batches = tuple(batch_size or (CPU_BATCHES if on_cpu else BATCHES))
-    steps = Steps(batches=batches, prefill=prefill)
+    steps = Steps(batches=batches, prefill=input_len)
     passes_measured = measure_passes(engine, names or (), steps=steps, say=result.say)
     measured = passes_measured["rows"]
     if measured:

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...config import UserError
-from ...config.numbers import check_counts
 from ..console.flags import model_flags
 from ..console.options import check_to_measure
 from ..console.table import table
 from .measured import Result, fastest, times_table
-from .workload import GOODPUT_HELP, Workload
+from .workload import Runs, Workload
 
 if TYPE_CHECKING:
     from ...bench.http_load import HttpTarget
@@ -29,7 +28,7 @@ _SINGLE_LEN = 1000
 
 @dataclass(frozen=True)
 class Servers:
-    """Flags of the servers that are measured."""
+    """Flags of the servers that are measured, and of who asks them."""
 
     base_url: Annotated[
         list[str] | None,
@@ -41,6 +40,9 @@ class Servers:
         str | None, typer.Option(help="Model in requests; each server's first if unset.")
     ] = None
     api_key: Annotated[str | None, typer.Option(help="Key of those servers.")] = None
+    max_concurrency: Annotated[int | None, typer.Option(help="Requests that are open at once.")] = (
+        None
+    )
 
     def targets(self, options: dict[str, Any]) -> Iterator[tuple[HttpTarget, Server | None]]:
         """Each server that runs, or one that is started with ``options`` and ends with the
@@ -62,24 +64,6 @@ class Servers:
             yield target, None
 
 
-@dataclass(frozen=True)
-class Runs:
-    """Flags of the runs against a server.
-
-    Raises:
-        UserError: a number is out of its range.
-    """
-
-    max_concurrency: Annotated[int | None, typer.Option(help="Requests that are open at once.")] = (
-        None
-    )
-    goodput: Annotated[list[str] | None, typer.Option(help=GOODPUT_HELP)] = None
-    repeats: Annotated[int, typer.Option(help="Runs of each, of which the best counts.")] = 1
-
-    def __post_init__(self) -> None:
-        check_counts(1, repeats=self.repeats)
-
-
 @model_flags
 def serve(
     engine: dict[str, Any],
@@ -92,12 +76,12 @@ def serve(
     ] = False,
     result: Result,
     plot: Annotated[
-        Path | None, typer.Option(help="Plot throughput over latency of each rate to this PNG.")
+        Path | None, typer.Option(help="Plot throughput over latency, and TTFT, to this PNG.")
     ] = None,
 ) -> None:
     """Throughput and latencies of requests over HTTP; --offline: beside those of LLM.generate.
 
-    Requests come all at once unless --request-rate is given.
+    Requests come at once, or at --request-rate; `bench throughput` uses no HTTP.
     """
     # What a server captures beside requests is no part of what it takes once it is warm.
     warm = {} if servers.base_url else {"lazy_capture": False}
@@ -105,11 +89,17 @@ def serve(
     check_to_measure(options)
     if offline and (servers.base_url or workload.rates):
         raise UserError("offline compares a server of its own, with all requests at once")
+    if servers.base_url and "model" not in engine:
+        raise UserError(
+            "base_url: name the model that the server has too, as the argument MODEL: its "
+            "vocabulary and longest request decide the requests"
+        )
     result.check(plot)
     from ...bench.serving import parse_limits
+    from ...bench.workloads import arrivals
 
     limits = parse_limits(runs.goodput or [])
-    works = workload.works(options)
+    works = workload.works(options, result.say)
     compared: dict[str, Any] = {}
     single = works[0].__class__(_stretched(works, _SINGLE_LEN), 2)
     if offline:
@@ -119,10 +109,14 @@ def serve(
     rows: list[dict[str, Any]] = []
     for target, server in servers.targets(options):
         for rate in workload.rates or (inf,):
-            about = {"workload": workload.dataset, "request_rate": None if rate == inf else rate}
+            about = workload.about(rate)
             if server is None:
                 about["server"] = target.url
-            row = _best(target, server, works, (rate, workload.burstiness), runs, limits)
+            times = [
+                arrivals(len(works), rate, workload.burstiness, seed=number)
+                for number in range(runs.repeats)
+            ]
+            row = _best((target, server), works, times, servers.max_concurrency, limits)
             rows.append({**about, **row})
             result.say(_text(rows[-1]))
         if offline:
@@ -139,22 +133,21 @@ def _stretched(works: Sequence[Work], length: int) -> list[int]:
 
 
 def _best(
-    target: HttpTarget,
-    server: Server | None,
+    asked: tuple[HttpTarget, Server | None],
     works: Sequence[Work],
-    rate: tuple[float, float],
-    runs: Runs,
+    times: Sequence[Sequence[float]],
+    max_concurrency: int | None,
     limits: dict[str, float],
 ) -> dict[str, Any]:
-    """The fastest run, after one that warms up; ``rate`` is requests a second and burstiness."""
-    from ...bench.http_load import arrivals, load
+    """The fastest run, after one that warms up; ``times`` are those of the requests of each."""
+    from ...bench.http_load import load
 
+    target, server = asked
     load(target, works[:64], [0.0] * len(works[:64]))
     tries = []
-    for number in range(runs.repeats):
-        times = arrivals(len(works), *rate, seed=number)
+    for each in times:
         before = server.cpu_s() if server else 0.0
-        run = load(target, works, times, runs.max_concurrency)
+        run = load(target, works, each, max_concurrency)
         cpu_s = (server.cpu_s() if server else 0.0) - before
         tries.append((run, cpu_s / run.seconds))
     row, cores = fastest(tries, limits)

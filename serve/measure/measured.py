@@ -68,7 +68,7 @@ def check_picture(picture: Path | None) -> None:
     """Refuse a picture that could not be drawn, before anything is measured."""
     writable("plot", picture)
     if picture is not None:
-        from ...bench.plots import check_drawing
+        from ...bench.charts import check_drawing
 
         check_drawing()
 
@@ -106,7 +106,7 @@ class Comparison:
 
     compare: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(help="Measure nothing: list what is slower in NEW than in OLD."),
+        typer.Option(help="List what is slower in NEW than in OLD; nothing else."),
     ] = None
     threshold: Annotated[float, typer.Option(help="Slower by this share is a regression.")] = 0.05
 

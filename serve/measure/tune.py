@@ -39,7 +39,7 @@ def moe(
     """Find the fastest tiles of a model's experts on this machine's GPUs, all of them at once.
 
     The file is the device table of this GPU, or with --vllm one that vLLM and SGLang read too.
-    it has already is kept, so that a run that was interrupted goes on where it was.
+    What it has already is kept, so that a run that was interrupted goes on where it was.
     CUDA_VISIBLE_DEVICES leaves GPUs out.
     """
     if dtype not in KINDS:

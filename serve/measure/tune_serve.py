@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,7 +53,7 @@ def serve(
     ] = Path("tune-serve.json"),
     json_output: Json = False,
     plot: Annotated[
-        Path | None, typer.Option(help="Plot goodput over max_num_seqs to this PNG.")
+        Path | None, typer.Option(help="Draw the goodput of each point as a map to this PNG.")
     ] = None,
     profile: Annotated[
         bool,
@@ -83,7 +84,8 @@ def serve(
     from ...bench.serving import parse_limits
     from ...bench.tune_serve import ServedPoints
 
-    limits, works = parse_limits(goodput), workload.works(options)
+    limits = parse_limits(goodput)
+    works = workload.works(options, partial(typer.echo, err=json_output))
     points = ServedPoints(options, works, limits, workload.rates, workload.burstiness)
     asked = {"options": options, "workload": asdict(workload), "limits_ms": limits}
     record = _record(output, asked)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from fusewright.bench.datasets import make_works
-from fusewright.bench.http_load import HttpTarget, arrivals, load
+from fusewright.bench.http_load import HttpTarget, load
 from fusewright.bench.http_server import flags_of, serving
-from fusewright.bench.workloads import Work
+from fusewright.bench.workloads import Work, arrivals
 from fusewright.config import EngineOptions, MachineError, UserError
 from fusewright.serve.cli import main
 
@@ -48,7 +48,7 @@ def test_flags_say_what_options_do() -> None:
 
 def works(name: str, **more: Any) -> list[Work]:
     given: dict[str, Any] = {"vocab_size": 100, "max_model_len": 64, "input_len": 20}
-    return make_works(name, 5, **{**given, "output_len": 4, **more})
+    return make_works(name, 5, **{**given, "output_len": 4, **more})[0]
 
 
 def test_data_sets_have_requests_that_fit(tmp_path: Path) -> None:

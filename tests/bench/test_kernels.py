@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fusewright.bench.kernels.figures import Figure, add, compare, figure_of, load, save
-from fusewright.benchmarks.kernel_page import best, by_work, load_all, markdown, plot, summary
+from fusewright.benchmarks.kernel_page import best, by_work, load_all, markdown, picture, summary
 from fusewright.config import UserError
 from fusewright.serve.cli import main
 
@@ -100,9 +100,13 @@ def test_the_page_has_a_row_a_work_and_its_ratio() -> None:
     assert list(by_work(figures)) == [("rms_norm", "1"), ("rms_norm", "2")]
 
 
-def test_the_plot_is_a_picture(tmp_path: Path) -> None:
-    plot([figure(4.0), figure(5.0, "inductor"), figure(9.0, op="argmax")], tmp_path / "k.png")
-    assert (tmp_path / "k.png").read_bytes().startswith(b"\x89PNG")
+def test_the_picture_has_a_panel_an_op_and_a_point_a_work() -> None:
+    one, other = picture([figure(4.0), figure(5.0, "inductor"), figure(9.0, op="argmax")]).panels
+    assert (one.title, other.title) == ("rms_norm", "argmax")
+    assert [(line.label, len(line.points)) for line in one.lines] == [
+        ("fusewright", 1),
+        ("fastest library", 1),
+    ]
 
 
 def test_compare_lists_the_largest_slowdown_first(tmp_path: Path) -> None:

@@ -163,8 +163,8 @@ def test_what_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[str]) 
         measure_passes({**OPTIONS, "max_model_len": 128}, ["fuse_act"])
     with pytest.raises(UserError, match="enable_prefix_caching=False: bench passes needs it"):
         measure_passes({**OPTIONS, "enable_prefix_caching": False})
-    assert main(["bench", "passes", "abacus", "--prefill", "0"]) == 2
-    assert "prefill=0: expected at least 1" in capsys.readouterr().err
+    assert main(["bench", "passes", "abacus", "--input-len", "0"]) == 2
+    assert "input_len=0: expected at least 1" in capsys.readouterr().err
 
 
 def test_figures_of_another_machine_are_read(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import statistics
+from math import inf
 from pathlib import Path
 
 import pytest
 
 from fusewright.bench.serving import RequestTimes, Run, parse_limits, run
-from fusewright.bench.workloads import MIXES, equal, mix
+from fusewright.bench.workloads import MIXES, arrivals, equal, mix
 from fusewright.config import UserError
 from fusewright.serve.cli import main
 from tests.engine.toy import Setup
@@ -41,7 +42,7 @@ def test_a_run_counts_every_token_and_orders_its_times() -> None:
 
 
 def test_requests_come_at_their_rate() -> None:
-    result = run(Setup().engine(), equal(5, 3, 2, 200), request_rate=50)
+    result = run(Setup().engine(), equal(5, 3, 2, 200), arrivals(5, 50, inf))
     assert result.seconds >= 4 / 50
 
 
@@ -75,6 +76,6 @@ def test_the_commands_measure_and_write(tmp_path: Path, capsys: pytest.CaptureFi
     assert [row["batch"] for row in record["rows"]] == [1, 2]
     assert record["engine"]["prefix_cache"]["enabled"] is False
     assert (tmp_path / "l.png").read_bytes().startswith(b"\x89PNG")
-    argv = ["bench", "throughput", "abacus", "-O0", "--workload", "nope"]
+    argv = ["bench", "throughput", "abacus", "-O0", "--dataset", "nope"]
     assert main(argv) == 2
     assert "expected one of chat, prefill-heavy, decode-heavy" in capsys.readouterr().err

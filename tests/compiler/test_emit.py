@@ -6,12 +6,17 @@ import operator
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 
-from fusewright.compiler.emit.inductor import check_guards, runtime_imports
+from fusewright.compiler.emit.inductor import MAX_SIZE, check_guards, fits_32_bits, runtime_imports
 from fusewright.compiler.emit.pieces import EmitError, choose_emitter, emit
 from fusewright.compiler.run.runtime import load_piece
 from fusewright.passes import Subgraph
@@ -31,6 +36,7 @@ def with_head_norms(device: torch.device) -> Pieces:
     return lowered_pieces(2, device, HAND_KERNELS, qk_norm=True)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("num_tokens", [1, 2, 17])
 @pytest.mark.parametrize("model", ["hand", "with_head_norms"])
 def test_printed_code_equals_its_graph_bit_for_bit(
@@ -201,6 +207,40 @@ def test_code_for_some_sizes_only_is_an_error() -> None:
     assert size > 16
     with pytest.raises(EmitError, match=r"holds only if .*16.*, which it does not for 1: the"):
         check_guards(env.guards)
+
+
+def test_a_count_fits_32_bits_only_if_it_does_at_the_largest_size() -> None:
+    size = sympy.Symbol("s0", integer=True)
+    fitting = (2**31 - 1) // MAX_SIZE
+    assert fits_32_bits(size * fitting) and fits_32_bits(sympy.Integer(2**31 - 1))
+    assert not fits_32_bits(size * (fitting + 1)) and not fits_32_bits(sympy.Integer(2**31))
+
+
+@pytest.mark.gpu
+def test_a_kernel_over_wide_rows_has_64_bit_indices(tmp_path: Any) -> None:
+    """The soft cap of logits over a vocabulary of 256,000: more than 2**31 values at 8,400 rows."""
+    width, rows = 256_000, 8_400
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    graph = fx.Graph()
+    count, x = graph.placeholder("s0"), graph.placeholder("x")
+    example = torch.empty(37, width, dtype=torch.float16, device="cuda")
+    x.meta["example_value"] = mode.from_tensor(example, symbolic_context=dynamic)
+    count.meta["example_value"] = x.meta["example_value"].shape[0]
+    capped = graph.call_function(torch.tanh, (x,))
+    with mode:
+        capped.meta["example_value"] = torch.tanh(x.meta["example_value"])
+    graph.output([capped])
+    piece = Subgraph(fx.GraphModule(torch.nn.Module(), graph), (count, x), (capped,))
+    code = emit({"cap": piece}, tune=False)["cap"]
+    for name, data in code.files.items():
+        (tmp_path / name).write_bytes(data)
+    call = load_piece(code.source.encode(), tmp_path / "code.py")
+    logits = torch.zeros(rows, width, dtype=torch.float16, device="cuda")
+    logits[-1] = torch.randn(width, device="cuda")
+    (got,) = call(rows, logits)
+    torch.testing.assert_close(got[-1], torch.tanh(logits[-1]))
+    assert not got[:-1].any()
 
 
 def test_inputs_that_autograd_would_rearrange_are_an_error() -> None:

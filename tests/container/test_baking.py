@@ -1,4 +1,4 @@
-"""docs/baking.md does what it says, and container/Containerfile does the same in an image."""
+"""docs/baking.md does what it says, and the Dockerfile does the same in an image."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_recipe_without_a_container_engine() -> None:
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a Containerfile: base and name, and (word, rest) of each instruction."""
+    """One stage of a Dockerfile: base and name, and (word, rest) of each instruction."""
 
     base: str
     name: str
@@ -129,7 +129,7 @@ def parse(text: str) -> tuple[dict[str, str], list[Stage]]:
     return arguments, stages
 
 
-ARGUMENTS, STAGES = parse((ROOT / "container" / "Containerfile").read_text())
+ARGUMENTS, STAGES = parse((ROOT / "Dockerfile").read_text())
 MODEL, BUILD, FINAL = STAGES
 COMPILE = next(run for run in BUILD.all("RUN") if "fusewright compile" in run)
 COMMAND: list[str] = json.loads(FINAL.all("CMD")[0])
@@ -200,7 +200,7 @@ def test_the_image_refuses_to_compile(
     assert capsys.readouterr().err.startswith("error: no artifact of key ")
 
 
-def test_the_document_names_the_containerfile_as_it_is() -> None:
+def test_the_document_names_the_dockerfile_as_it_is() -> None:
     text = (ROOT / "docs" / "baking.md").read_text()
     for argument in re.findall(r"--build-arg (\w+)=", text):
         assert argument in ARGUMENTS

@@ -8,8 +8,7 @@ from math import inf
 
 import numpy as np
 
-from fusewright.bench.http_load import arrivals
-from fusewright.bench.workloads import Work, mix
+from fusewright.bench.workloads import Work, arrivals, mix
 from fusewright.engine.core.scheduler import Scheduler
 
 from .test_scheduler import request, run, shape

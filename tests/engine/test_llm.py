@@ -219,8 +219,10 @@ def test_ten_seconds_of_steps_are_a_line_in_the_log(said: list[logging.LogRecord
     assert engine.stats is not None and not said
     engine.stats.add_step(20.0)
     (line,) = [record.getMessage() for record in said]
-    assert line.startswith("prompts 1.8 tokens/s, output 0.8 tokens/s; 1 requests running, 0 wait")
-    assert "KV cache 4.7 % in use" in line and said[0].name.startswith("fusewright.")
+    assert line == (
+        "running 1, waiting 0; in 1.8 tokens/s, out 0.8 tokens/s; KV cache 4.7 % in use, prefix "
+        "cache hits 66.7 %"
+    )
     engine.stats.add_step(9.0)
     assert len(said) == 1
     engine.stats = None
@@ -297,6 +299,7 @@ def test_metrics_tell_times_and_preemptions() -> None:
 @pytest.mark.parametrize("enabled", [True, False])
 def test_no_full_collection_walks_over_the_heap_while_requests_run(enabled: bool) -> None:
     llm = toy_llm()
+    gc.unfreeze()  # what the tests have frozen would stay so
     run, frozen = llm.engine.step, []
 
     def step() -> list[RequestOutput]:

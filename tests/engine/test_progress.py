@@ -1,13 +1,17 @@
-"""The display of a start: on a terminal, side by side; nothing in a pipe."""
+"""The display of a start: bars on a terminal, side by side; in a pipe, lines of a log."""
 
 from __future__ import annotations
 
 import io
+import logging
 import sys
+import time
 
 import pytest
 
 from fusewright.compiler.compiled import LOOKUPS
+from fusewright.config.process.logs import be_quiet
+from fusewright.engine.worker import progress as progress_module
 from fusewright.engine.worker.progress import show_progress
 
 
@@ -54,3 +58,30 @@ def test_a_spinner_shows_with_the_first_phase_that_is_not_quiet(
     assert "Compiling" not in told[0]
     assert "Compiling: trace" in told[1]
     assert "Compiling: load" in told[1]
+
+
+def test_in_a_pipe_long_work_has_a_line_every_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch, said: list[logging.LogRecord]
+) -> None:
+    stderr = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    be_quiet()
+    with show_progress() as progress, progress.bar("Loading weights", 100) as advance:
+        advance(50)
+    assert not said
+    monkeypatch.setattr(progress_module, "_EVERY_S", 0.01)
+    with show_progress() as progress:
+        while not said:
+            time.sleep(0.01)
+        with (
+            progress.bar("Loading weights", 100) as advance,
+            progress.status("Compiling", quiet=LOOKUPS) as say,
+        ):
+            advance(50)
+            say("load")
+            say("trace")
+            while said[-1].getMessage() == "starting":
+                time.sleep(0.01)
+    told = "Loading weights 50% (0 s), Compiling: trace (0 s)"
+    assert said[-1].getMessage() == told
+    assert told in stderr.getvalue().splitlines(), "a command shows it although it logs nothing"

@@ -32,6 +32,7 @@ def test_every_op_has_an_oracle() -> None:
     assert ORACLES.keys() == {op.name for op in LOCAL_OPS}
 
 
+@pytest.mark.product
 @EVERY
 def test_reference_agrees_with_its_oracle(op: SemanticOp, fw_seed: int) -> None:
     for dtype in op.dtypes:
@@ -262,6 +263,10 @@ MISTAKES: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
     ],
     "keep_tokens": [("slots", lambda slots: slots.flip(0)), ("token_ids", next_token)],
     "write_inputs": [("last_tokens", off_by_one), ("packed", off_by_one)],
+    **{
+        f"{add}layer_norm": [("x", lambda x: x.abs()), ("weight", percent), ("bias", torch.neg)]
+        for add in ("", "add_")
+    },
     "quant_fp8_static": [("scale", lambda s: s * 1.3), ("x", torch.neg)],
     "quant_fp8_dynamic": [("x", percent), ("x", torch.neg)],
     **{

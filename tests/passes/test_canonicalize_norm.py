@@ -113,6 +113,7 @@ def names(fn: Any) -> Any:
     return getattr(fn, "__name__", None)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize(
     ("fn", "graph"),
@@ -266,29 +267,50 @@ def test_a_norm_in_bfloat16_is_left_alone() -> None:
     assert miss.reason == expected
 
 
-def test_layer_norm_by_hand_keeps_its_mean() -> None:
-    def layer_norm(x: Tensor, w: Tensor) -> Tensor:
-        x = x - x.mean(-1, keepdim=True)
+def by_hand(x: Tensor, w: Tensor) -> Tensor:
+    x = x - x.mean(-1, keepdim=True)
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w
+
+
+def cohere(x: Tensor, w: Tensor) -> Tensor:
+    """What is squared and what is scaled are two nodes."""
+    wide = x.float()
+    mean = wide.mean(-1, keepdim=True)
+    variance = (wide - mean).pow(2).mean(-1, keepdim=True)
+    normed = (wide - mean) * torch.rsqrt(variance + 1e-6)
+    return (w.float() * normed).to(x.dtype)
+
+
+def with_bias(x: Tensor, w: Tensor) -> Tensor:
+    return F.layer_norm(x, (32,), w, w - 1)
+
+
+def without_weight(x: Tensor, w: Tensor) -> Tensor:
+    return F.layer_norm(x, (32,), eps=1e-6) * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("fn", [by_hand, cohere, with_bias, without_weight])
+def test_layer_norms_are_raised(fn: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    if fn is by_hand and dtype == BF16:
+        return  # it squares bfloat16
+    gm = capture(fn, x=hidden(dtype=dtype), w=torch.randn(32).to(dtype))
+    assert raised(gm).matched == 1
+    (norm,) = gm.graph.find_nodes(op="call_function", target=torch.ops.fw.layer_norm.default)
+    assert len(norm.args) == 3 + (fn is with_bias)
+    assert "mean" not in targets(gm)
+
+
+def test_a_mean_over_another_dimension_makes_no_layer_norm() -> None:
+    """What is left is an RMSNorm of what differs from that mean."""
+
+    def norm(x: Tensor, w: Tensor) -> Tensor:
+        x = x - x.mean(0, keepdim=True)
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * w
 
-    gm = aten(layer_norm, x=hidden(), w=torch.randn(32))
-    assert raised(gm).matched == 1  # of the centred tensor
+    gm = aten(norm, x=hidden(), w=torch.randn(32))
+    assert raised(gm).matched == 1
     assert targets(gm) == ["mean.dim", "sub.Tensor", "rms_norm.default"]
-
-
-def test_a_layer_norm_that_subtracts_its_mean_twice_is_no_site() -> None:
-    """As Cohere: what is squared and what is scaled are two nodes."""
-
-    def layer_norm(x: Tensor, w: Tensor) -> Tensor:
-        wide = x.float()
-        mean = wide.mean(-1, keepdim=True)
-        variance = (wide - mean).pow(2).mean(-1, keepdim=True)
-        normed = (wide - mean) * torch.rsqrt(variance + 1e-6)
-        return (w.float() * normed).to(x.dtype)
-
-    for dtype in (torch.float32, BF16):
-        gm = aten(layer_norm, x=hidden(dtype=dtype), w=torch.randn(32).to(dtype))
-        assert raised(gm).sites == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])

@@ -43,6 +43,14 @@ Capture = pytest.CaptureFixture[str]
         ("bench passes --read a --json", "--json: --read measures nothing"),
         ("bench kernels --compare a b --output x", "--output: --compare measures nothing"),
         ("bench throughput --repeats 0", "repeats=0: expected at least 1"),
+        ("bench throughput --workload chat", "No such option: --workload"),
+        ("bench throughput --dataset poems", "dataset=poems: expected one of chat, prefill-heavy"),
+        ("bench throughput --dataset-name custom", "dataset=jsonl: give its file with --dataset"),
+        ("bench latency --dataset-name random", "is --dataset here, which this command does not"),
+        ("bench serve --port 8000", "port='8000': give --base-url http://HOST:PORT"),
+        ("bench serve --base-url http://x", "base_url: name the model that the server has too"),
+        ("bench latency --save-result", "save_result=True: give --output FILE"),
+        ("bench serve --burstiness 0", "burstiness=0.0: expected more than 0; inf is constant"),
         ("bench throughput --num-prompts 0", "num_prompts=0: expected at least 1"),
         ("bench throughput --request-rate nan", "request_rate=nan: expected more than 0"),
         ("bench throughput --request-rate -1", "request_rate=-1.0: expected more than 0"),
@@ -55,7 +63,7 @@ Capture = pytest.CaptureFixture[str]
         ("bench prefix --prefix-len 0", "prefix_len=0: expected at least 1"),
         ("bench prefix --output-len -1", "output_len=-1: expected at least 1"),
         ("bench passes --batch-size 0", "batch_size=0: expected at least 1"),
-        ("bench passes --prefill 0", "prefill=0: expected at least 1"),
+        ("bench passes --input-len 0", "input_len=0: expected at least 1"),
         ("bench startup --iterations 0", "iterations=0: expected at least 1"),
         ("bench kernels --threshold nan", "threshold=nan: expected a number above 0"),
         ("explain --batch 0", "batch=0: expected at least 1"),
@@ -96,8 +104,8 @@ def test_benches_run_on_the_bundled_model_with_default_lengths(
     said = capsys.readouterr()
     record = json.loads(said.out)
     assert json.loads(output.read_text())["rows"] == record["rows"]
-    assert record["rows"][0]["workload"].startswith("chat x 0.")
-    assert "all lengths are scaled" in said.err
+    assert record["rows"][0]["workload"] == "chat"
+    assert "chat: all lengths are multiplied by 0." in said.err
     assert main(["bench", "prefix", *common]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["prefix_len"] == 64 - 32 - 16

@@ -118,7 +118,7 @@ def test_two_api_processes_over_two_replicas_are_one_server() -> None:
 def test_sigterm_lets_the_requests_of_all_api_processes_finish() -> None:
     with started(2, 1) as server, open_streams(server, 8) as streams:
         server.process.send_signal(signal.SIGTERM)
-        wait_for(lambda: "draining: 8 requests" in server.lines)
+        wait_for(lambda: any("draining: 8 requests" in line for line in server.lines))
         send(server.engine_pid, signal.SIGCONT)
         reasons = [last_event(lines)["choices"][0]["finish_reason"] for lines in streams]
         assert reasons == ["length"] * 8

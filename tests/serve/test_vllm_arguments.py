@@ -4,7 +4,6 @@ command line are understood, and the page is rendered from the tables."""
 from __future__ import annotations
 
 import inspect
-import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -15,13 +14,23 @@ import pytest
 from fusewright import LLM, SamplingParams
 from fusewright.config import EngineOptions, UserError, engine_options
 from fusewright.config.ports import check_call, ported
-from fusewright.config.vllm import CALLS, ENGINE, METHODS, SAMPLING, SERVE, Argument, Port
+from fusewright.config.vllm import (
+    BENCH,
+    CALLS,
+    ENGINE,
+    METHODS,
+    SAMPLING,
+    SERVE,
+    Argument,
+    Port,
+)
 from fusewright.serve.cli import main
 from fusewright.serve.console.ports import rewritten
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
+import reference_page  # type: ignore[import-not-found] # noqa: E402
 from vllm_page import PAGE, page  # type: ignore[import-not-found] # noqa: E402
 
 OPTIONS = {f.name for f in fields(EngineOptions)}
@@ -29,6 +38,7 @@ FIELDS = {f.name for f in fields(SamplingParams)}
 TABLES = {
     "engine": ENGINE,
     "serve": SERVE,
+    "bench": BENCH,
     "sampling": SAMPLING,
     "methods": METHODS,
     "calls": CALLS,
@@ -38,16 +48,19 @@ EVERY = [
     for table, arguments in TABLES.items()
     for name, argument in arguments.items()
 ]
-READ = ("compilation_config", "distributed_executor_backend")
+READ = ("compilation_config", "distributed_executor_backend", "dataset_name")
 """Their values decide."""
 
 
 @pytest.fixture(scope="module")
-def serve_flags() -> set[str]:
-    command = [sys.executable, "-m", "fusewright.serve.cli", "serve", "--help-all"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True)
-    words = shown.stdout.replace(",", " ").replace("/", " ").split()
-    return {word for word in words if word.startswith("--")} | {"--config"}
+def flags() -> dict[str, set[str]]:
+    """The flags of ``serve``, and those of all benches."""
+    found = {"serve": {"--config"}, "bench": set[str]()}
+    for command in reference_page.commands():
+        if command.info_name == "serve" or "bench" in command.command_path:
+            kind = "bench" if "bench" in command.command_path else "serve"
+            found[kind] |= {flag for p in command.command.params for flag in p.opts}
+    return found
 
 
 def exists(table: str, argument: Argument, flags: set[str]) -> bool:
@@ -56,7 +69,7 @@ def exists(table: str, argument: Argument, flags: set[str]) -> bool:
     if table == "engine":
         llm = {*inspect.signature(LLM.__init__).parameters, "revision"}
         return name in OPTIONS or name in llm or "--" + name.replace("_", "-") in flags
-    if table == "serve":
+    if table in ("serve", "bench"):
         return "--" + name.replace("_", "-") in flags
     if table == "sampling":
         return name in FIELDS
@@ -67,10 +80,11 @@ def exists(table: str, argument: Argument, flags: set[str]) -> bool:
 
 
 @pytest.mark.parametrize(("table", "argument"), EVERY)
-def test_each_entry_is_true(table: str, argument: Argument, serve_flags: set[str]) -> None:
+def test_each_entry_is_true(table: str, argument: Argument, flags: dict[str, set[str]]) -> None:
+    own = flags["bench" if table == "bench" else "serve"]
     asks: Any = {"asks": "for it"}
     if argument.port is Port.SAME:
-        assert exists(table, argument, serve_flags)
+        assert exists(table, argument, own)
         return
     if argument.port is not Port.OTHER:
         assert not exists(table, argument, set()), "it is there: say so"
@@ -89,7 +103,7 @@ def test_each_entry_is_true(table: str, argument: Argument, serve_flags: set[str
         assert argument.says in str(error.value) and "\n" not in str(error.value)
     elif argument.says.isidentifier():
         flag = "--" + argument.says.replace("_", "-")
-        assert argument.says in OPTIONS | FIELDS | {"report"} or flag in serve_flags
+        assert argument.says in OPTIONS | FIELDS | {"report"} or flag in own
 
 
 def _give(table: str, name: str, value: Any) -> None:
@@ -100,13 +114,16 @@ def _give(table: str, name: str, value: Any) -> None:
     elif table == "calls":
         check_call("LLM.generate", {name: value})
     else:
-        switch = SERVE[name].switch
+        switch = TABLES[table][name].switch
         argv = [f"--{name.replace('_', '-')}", *([] if switch else [str(value)])]
-        rewritten(argv, {"--max-model-len": True}, "serve")
+        command = "serve" if table == "serve" else "bench serve"
+        rewritten(argv, {"--max-model-len": True}, command)
 
 
-def test_the_page_is_current() -> None:
+def test_the_pages_are_current() -> None:
     assert PAGE.read_text() == page(), "run `make vllm-page`"
+    current = reference_page.page()
+    assert reference_page.PAGE.read_text() == current, "run `make reference`"
 
 
 KNOWN = {
@@ -138,7 +155,8 @@ KNOWN = {
     ],
 )
 def test_vllms_flags_become_ours(line: str, expected: str) -> None:
-    known = KNOWN | {"--enable_chunked_prefill": False}
+    targets = ("--enable_chunked_prefill", "--distributed-executor", "--cudagraph-mode")
+    known = KNOWN | dict.fromkeys((*targets, "--optimization-level"), True)
     assert rewritten(line.split(), known, "serve") == expected.split()
 
 
@@ -154,7 +172,8 @@ def test_a_file_has_flags_as_keys_and_the_command_line_wins(tmp_path: Path) -> N
         "max_model_len: 128\ntensor-parallel-size: 2\nserved-model-name: [a, b]\n"
         "enforce-eager: false\nswap-space: 4\ncompilation-config: {cudagraph_mode: NONE}\n"
     )
-    given = rewritten(["--config", str(file), "-tp", "4"], KNOWN, "serve")
+    known = KNOWN | {"--cudagraph-mode": True}
+    given = rewritten(["--config", str(file), "-tp", "4"], known, "serve")
     assert " ".join(given) == (
         "--max-model-len 128 --served-model-name a --served-model-name b --no-enforce-eager "
         "--cudagraph-mode NONE --tensor-parallel-size 4"
@@ -169,7 +188,9 @@ def test_a_file_has_flags_as_keys_and_the_command_line_wins(tmp_path: Path) -> N
     ("line", "told"),
     [
         ("serve --enable-lora", "enable_lora=True: LoRA adapters are not served; merge"),
-        ('serve --hf-overrides {"a":1}', "copy the model's folder"),
+        ('serve --hf-overrides {"a":1', "hf_overrides='{\"a\":1': not JSON: Expecting"),
+        ("serve --hf-overrides [1]", "hf_overrides='[1]': expected an object, such as"),
+        ('run -p 1 --hf-overrides {"vocab_size":-1}', "vocab_size"),
         ("serve --chat-template no.jinja", "chat_template='no.jinja': no such file"),
         ("serve --kv-transfer-config", "--kv-transfer-config: expected a value"),
         ("serve --config none.yaml", "--config none.yaml: cannot be read"),

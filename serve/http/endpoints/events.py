@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ....engine.frontend.outputs import CompletionOutput, Logprob, RequestOutput
+from ..intake.answer_log import GONE, REASON
 from ..intake.errors import ApiError, api_error
 from ..jobs.state import Job, ServerState
 
@@ -152,9 +153,12 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
                 last = self._done
             except ClientGone:
+                scope[REASON] = GONE
                 return
             except Exception as error:  # the status is sent: an event has to tell
-                last = self._failed(api_error(error)) + self._done
+                answer = api_error(error)
+                scope[REASON] = answer.message
+                last = self._failed(answer) + self._done
             finally:
                 await self._events.aclose()
             await send({"type": "http.response.body", "body": last, "more_body": False})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import Awaitable
 from dataclasses import asdict
@@ -142,9 +141,7 @@ async def reset_prefix_cache(request: Request) -> Response:
     goes on."""
     state = _state(request)
     state.check_serving()
-    for replica in state.client.replicas:
-        replica.send(Kind.RESET)
-    await _reports(state)  # an engine reads its messages in order
+    await state.client.ask(Kind.RESET)
     return json_response({})
 
 
@@ -157,7 +154,7 @@ async def server_info(request: Request) -> Response:
     """``GET /server_info``: the options, and what the engines report of themselves."""
     state = _state(request)
     state.check_serving()
-    reports = await _reports(state)
+    reports = await state.client.ask()
     options = asdict(state.client.options)
     answer = {"version": __version__, "models": state.settings.model_names, "options": options}
     return json_response({**answer, "engines": reports})
@@ -197,12 +194,6 @@ async def metrics(request: Request) -> Response:
         raise ApiError(503, "the server is starting", headers={"retry-after": "1"})
     text = await _of_all(state.metrics.gather())
     return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-async def _reports(state: ServerState) -> list[dict[str, Any]]:
-    """The report of each engine."""
-    client = state.client
-    return await asyncio.gather(*map(client.report, range(len(client.replicas))))
 
 
 async def _of_all(answers: Awaitable[_T]) -> _T:

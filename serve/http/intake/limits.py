@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from .answer_log import AnswerLog
 from .connections import Connections, LingeringTransport
 from .errors import ApiError, body_too_large, overloaded
 
@@ -104,10 +105,15 @@ class LimitedProtocol(HttpToolsProtocol):
     transport: LingeringTransport  # type: ignore[assignment]
 
     def __init__(
-        self, uploads: Uploads, connections: Connections, *args: Any, **kwargs: Any
+        self,
+        uploads: Uploads,
+        connections: Connections,
+        answer_log: AnswerLog,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._uploads, self._connections = uploads, connections
+        self._uploads, self._connections, self._answer_log = uploads, connections, answer_log
         self._part = _Part.HEAD
         self._feed_bytes = 0
         """Bytes of the piece that is being read."""
@@ -172,6 +178,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         if not self._refused:  # else the parser has failed because we told it to
+            self._log(ApiError(400, msg))
             super().send_400_response(msg)
 
     # What the parser calls.  An exception keeps it from the rest of what came, which may be much.
@@ -278,6 +285,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return error
         if self._may_answer():
+            self._log(error)
             response = error.response()
             lines = [f"HTTP/1.1 {error.status} Refused".encode()]
             lines += [name + b": " + value for name, value in response.raw_headers]
@@ -286,6 +294,11 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.write(b"\r\n".join([*lines, b"", bytes(response.body)]))
         self.transport.close()
         return error
+
+    def _log(self, error: ApiError) -> None:
+        client = "{}:{}".format(*self.client) if self.client else ""
+        what = "a message that is not whole"
+        self._answer_log.write(what, "", error.status, client=client, reason=error.message)
 
     def _may_answer(self) -> bool:
         """Whether the next answer of the connection is that to the message that goes on."""

@@ -233,9 +233,17 @@ class Metrics(Collector):
         Raises:
             TimeoutError: one has not answered in time.
         """
-        facts = await self._client.peers.ask(TALLY, [], PEERS_S)
-        self._shown = sum((msgspec.convert(each, Tally) for each in facts), self.count())
+        self._shown = await self.total()
         return generate_latest(self._registry)
+
+    async def total(self) -> Tally:
+        """What all API processes have counted.
+
+        Raises:
+            TimeoutError: one has not answered in time.
+        """
+        facts = await self._client.peers.ask(TALLY, [], PEERS_S)
+        return sum((msgspec.convert(each, Tally) for each in facts), self.count())
 
     def collect(self) -> Iterator[Metric]:
         tally = self._shown

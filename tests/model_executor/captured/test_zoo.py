@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fusewright.config import UserError
-from fusewright.engine.check_model import EQUAL, REFUSED, check_model
+from fusewright.engine.check_model import EQUAL, REFUSED, check_model, check_models
 from fusewright.model_executor.captured import interfaces
 from fusewright.model_executor.captured.default_configs import default_config
 from fusewright.model_executor.captured.interfaces import PagedAttention
@@ -44,6 +44,7 @@ REFUSALS = {
 }
 
 
+@pytest.mark.product(3)
 @pytest.mark.parametrize("model_type", EQUAL_TYPES)
 def test_eager_step_and_rewritten_graph_are_equal_to_the_library(model_type: str) -> None:
     check = check_model(model_type, level=2)
@@ -142,3 +143,9 @@ def test_layers_are_siblings_within_a_module_and_however_often_they_run() -> Non
     for name, tensor in tensors_of(model).items():
         tensor.data.copy_(weights[name])
     torch.testing.assert_close(model(x), expected)
+
+
+def test_the_library_shows_no_bars_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
+    (check,) = check_models(["llama"], 0, 1, lambda check: None)
+    assert check.adapter_error is not None, "the twin is saved and loaded by the adapter"
+    assert capfd.readouterr().err == ""

@@ -1,7 +1,7 @@
 # An image that starts without compiling: docs/baking.md says how to build and run it.
 #
-#   podman build -f container/Containerfile -t fusewright-abacus .
-#   podman build -f container/Containerfile -t fusewright-llama \
+#   docker build -t fusewright-abacus .
+#   docker build -t fusewright-llama \
 #     --build-context model=/models/Llama-3-8B --build-arg MODEL=/model .
 
 ARG BUILD_IMAGE=docker.io/nvidia/cuda:13.0.1-devel-ubuntu24.04
