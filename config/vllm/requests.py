@@ -129,6 +129,7 @@ PATHS = table(
     same("/v1/completions /v1/chat/completions /v1/responses /v1/messages"),
     same("/v1/messages/count_tokens /v1/models /tokenize /detokenize /version /server_info"),
     same("/health /ping /load /metrics /docs /openapi.json"),
+    same("/sleep /wake_up /is_sleeping"),
     same("/reset_prefix_cache", "needs an API key where the server has any"),
     refused(POOLING, "/v1/embeddings /embeddings /embed /v2/embed /pooling /classify /score"),
     refused(POOLING, "/v1/score /rerank /v1/rerank /v2/rerank /v1/moderations"),
@@ -150,7 +151,7 @@ PATHS = table(
     refused("ask /v1/chat/completions or /v1/completions", "/invocations /api"),
     refused("use /tokenize and /detokenize", "/tokenizer_info"),
     refused(LORA, "/v1/load_lora_adapter /v1/unload_lora_adapter"),
-    refused(_DEVELOPERS, "/sleep /wake_up /is_sleeping /pause /resume /scale_elastic_ep"),
+    refused(_DEVELOPERS, "/pause /resume /scale_elastic_ep"),
     refused("not over HTTP; /server_info has the facts of the engines", "/collective_rpc"),
     refused("use `fusewright profile`", "/start_profile /stop_profile"),
     refused(
