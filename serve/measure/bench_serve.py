@@ -89,6 +89,11 @@ def serve(
     check_to_measure(options)
     if offline and (servers.base_url or workload.rates):
         raise UserError("offline compares a server of its own, with all requests at once")
+    if servers.base_url and "model" not in engine:
+        raise UserError(
+            "base_url: name the model that the server has too, as the argument MODEL: its "
+            "vocabulary and longest request decide the requests"
+        )
     result.check(plot)
     from ...bench.serving import parse_limits
     from ...bench.workloads import arrivals

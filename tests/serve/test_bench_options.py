@@ -48,6 +48,7 @@ Capture = pytest.CaptureFixture[str]
         ("bench throughput --dataset-name custom", "dataset=jsonl: give its file with --dataset"),
         ("bench latency --dataset-name random", "is --dataset here, which this command does not"),
         ("bench serve --port 8000", "port='8000': give --base-url http://HOST:PORT"),
+        ("bench serve --base-url http://x", "base_url: name the model that the server has too"),
         ("bench latency --save-result", "save_result=True: give --output FILE"),
         ("bench serve --burstiness 0", "burstiness=0.0: expected more than 0; inf is constant"),
         ("bench throughput --num-prompts 0", "num_prompts=0: expected at least 1"),
