@@ -145,9 +145,12 @@ def _lines(report: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def _fusions(report: Mapping[str, Any]) -> str:
-    """Each pass that has sites as "NAME MATCHED/SITES", with reasons where it missed some."""
+    """Each fusion that has sites as "NAME MATCHED/SITES", with reasons where it missed some; other
+    passes only if they did."""
     parts = []
     for entry in _sites(report):
+        if not entry["name"].startswith("fuse_") and not entry["missed"]:
+            continue
         text = f"{entry['name']} {entry['matched']}/{entry['sites']}"
         if reasons := entry["missed"]:
             more = f"; and {len(reasons) - _MOST_REASONS} more reasons"

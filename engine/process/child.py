@@ -8,11 +8,11 @@ whatever reason.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -51,6 +51,7 @@ from .wire import (
     unframed,
 )
 
+_log = logging.getLogger(__name__)
 _BEAT_S = 0.5
 """Longest time between two beats at rest, in seconds."""
 _COUNTERS_S = 0.1
@@ -261,8 +262,8 @@ def main(argv: list[str]) -> int:
         return 0
     except Exception as error:
         failure = Failure.of(error)
-        with suppress(OSError, ValueError):  # whoever read stderr may be gone
-            sys.stderr.write(failure.traceback)
+        if failure.traceback:
+            _log.error("%s", failure.message, exc_info=error)
         failed = Failed(failure.message, failure.exit_code)
         for outbox in outboxes:
             outbox.send(frame(Kind.FAILED, place.replica, failed))

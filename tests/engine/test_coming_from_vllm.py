@@ -253,7 +253,7 @@ def test_a_chat_template_is_given_as_a_file_or_as_text(tmp_path: Path) -> None:
 
 def test_what_vllm_has_and_this_has_not_says_what_to_use(llm: LLM) -> None:
     for name, message in (
-        ("sleep", r"LLM.sleep is not there: .*close the LLM and make a new"),
+        ("apply_model", r"LLM.apply_model is not there: the model runs as compiled code"),
         ("embed", r"LLM.embed is not there: models generate text"),
         ("get_metrics", r"LLM.get_metrics is called report"),
         ("nothing", r"LLM.nothing: no such attribute"),

@@ -31,10 +31,11 @@ def held_bytes(llm: LLM) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-@pytest.fixture(scope="module", params=[("abacus", 0), ("abacus", 2)])
+@pytest.fixture(scope="module", params=[(0, "adapter"), (0, "transformers"), (2, "adapter")])
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
-    model, level = request.param
-    with LLM(model, device="cpu", optimization_level=level, enable_sleep_mode=True) as made:
+    level, impl = request.param
+    options = {"optimization_level": level, "model_impl": impl, "enable_sleep_mode": True}
+    with LLM("abacus", device="cpu", **options) as made:
         yield made
 
 

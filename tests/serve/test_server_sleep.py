@@ -12,9 +12,9 @@ from .server_process import ADMIN_KEY, LONG, ServerProcess
 ASKED = {"prompt": "37+58=", "temperature": 0}
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize(("level", "mode"), [(1, "abort"), (2, "wait")])
 def test_requests_are_refused_until_the_engine_is_awake(
-    server: ServerProcess, http: httpx.Client, level: int
+    server: ServerProcess, http: httpx.Client, level: int, mode: str
 ) -> None:
     def is_asleep() -> bool:
         return bool(http.get("/is_sleeping").json()["is_sleeping"])
@@ -23,9 +23,13 @@ def test_requests_are_refused_until_the_engine_is_awake(
         with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as streamed:
             lines = streamed.iter_lines()
             next(lines)
-            assert admin.post(f"/sleep?level={level}").status_code == 200
+            assert admin.post(f"/sleep?level={level}&mode={mode}").status_code == 200
             *_, last, _, done, _ = lines
-        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "aborted"
+        ended = json.loads(last.removeprefix("data: "))
+        if mode == "abort":
+            assert ended["error"]["code"] == "aborted"
+        else:
+            assert ended["choices"][0]["finish_reason"] == "length"
         assert done == "data: [DONE]" and is_asleep()
         refused = http.post("/v1/completions", json=ASKED)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "sleeping")
