@@ -194,7 +194,7 @@ def _activating_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
     if target.device.type == "cpu":
         return "activates on a GPU"
     if desc.activation not in _BY_CUBLASLT or not desc.bias or desc.quantize:
-        return f"activates a layer with a bias by {' or '.join(_BY_CUBLASLT)}, and does no more"
+        return f"no {' or '.join(_BY_CUBLASLT)} of sums with a bias"
     if desc.format.scaled:
         return "its weight has scales"
     return _library_refuses(desc, rows, target)

@@ -241,9 +241,7 @@ def _cases(draw: Draw) -> Iterator[Case]:
     yield call("SiLU with bias, odd M, I, K", (19,), 2 * 37, 77, bias=True, activation="silu")
     yield call("SiLU, three dimensions", (2, 3), 2 * 40, 32, activation="silu")
     yield call("SiLU, no rows", (0,), 2 * 16, 32, activation="silu")
-    for activation in PLAIN_ACTS:
-        yield call(f"{activation} with bias", (3,), 48, 64, True, activation)
-    yield call("relu, odd M, N, K", (19,), 37, 77, activation="relu")
+    yield from (call(f"{act}, odd M, N, K", (19,), 37, 77, True, act) for act in PLAIN_ACTS)
     yield call("quantized", (7,), 48, 64, quantize=True)
     yield call("GELU, quantized", (3,), 2 * 24, 64, activation="gelu_tanh", quantize=True)
     yield from _fp8_cases(draw)

@@ -44,8 +44,10 @@ def _read(attention: fx.Node) -> Match | None:
     for node in (product, *views):
         if reason := read_elsewhere(node, nodes):
             raise Miss(reason)
-    if any(user < attention for user in out.users):
-        raise Miss("the output is read before attention writes it")
+    readers = sorted(user for user in out.users if user is not attention)
+    beside = {arg for one in readers for arg in one.all_input_nodes if arg is not out}
+    if any(one < attention for one in readers) or any(attention < arg for arg in beside):
+        raise Miss("the output is read ahead of attention, or beside what follows it")
 
     def build(graph: fx.Graph) -> list[fx.Node]:
         copies: dict[Any, Any] = {product: with_number(product)[0]}
@@ -54,10 +56,10 @@ def _read(attention: fx.Node) -> Match | None:
         args = [copies.get(arg, arg) for arg in attention.args]
         args[_SCALE] = number * scale
         graph.call_function(_ATTENTION, tuple(args))
-        return [copies[out]]
+        return [graph.node_copy(one, lambda arg: copies.get(arg, arg)) for one in readers]
 
     step = 8 * HALF_STEPS.get(tensor(q).dtype, 2.0**-20)
-    return Match(attention, nodes, [out], build, Tier(1e-6, step, step))
+    return Match(attention, [*nodes, *readers], readers, build, Tier(1e-6, step, step))
 
 
 SCALE_ATTENTION = SitePass("scale_attention", Tier(1e-6, 2.0**-5, 2.0**-5), _read)

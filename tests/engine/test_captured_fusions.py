@@ -22,6 +22,7 @@ MODELS: dict[str, tuple[str, ...]] = {
     "olmo2": ("fuse_chain", "fuse_rope_store"),
     "glm4": ("fuse_chain", "fuse_add_norm", "fuse_rope_store"),
     "granite": ("fuse_chain", "fuse_add_norm", "fuse_rope_store"),
+    "opt": ("fuse_chain", "fuse_add_norm", "scale_attention"),
     "qwen3_moe": ("canonicalize_route", "fuse_moe", "fuse_rope_store"),
 }
 """The passes that match in a layer of each type beside ``OF_EVERY_LAYER``: angles of two kinds;

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from tests.passes.test_fuse_chain import N1, SIZE, L, Model, N, chains, dense, fused, norm
 
+layer_norm = torch.ops.fw.layer_norm.default
 P, P1 = "norm(weight, eps=1e-05)", "norm(weight, eps=1e-05, offset=1.0)"
 
 
@@ -42,11 +44,29 @@ def multiplied_sum(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
     return dense(norm(total, nw, 0.0), w), total
 
 
+def layer_normed(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+    """GPT-2's, whose norm and whose sum go on."""
+    total = r + dense(x, w)
+    return dense(layer_norm(total, nw, 1e-5, nw), w), total
+
+
+def post_layer_normed(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+    total = r + layer_norm(x, nw, 1e-5)
+    return layer_norm(total, nw, 1e-5, nw), total
+
+
 MATCHED: list[tuple[Model, list[str]]] = [
     (sandwich, [f"{P1} > {N1}"]),
     (post_norm, [f"{P} > add()"]),
     (multiplied, [f"{L} > scale(factor=0.22) > {N} > {L}"]),
     (multiplied_no_layer, [f"scale(factor=0.22) > {N}"]),
+    (layer_normed, [f"{L} > add_norm(weight, bias, eps=1e-05, center=True) > {L}"]),
+    (
+        post_layer_normed,
+        [
+            "norm(weight, eps=1e-05, center=True) > add_norm(weight, bias, eps=1e-05, center=True)",
+        ],
+    ),
     (multiplied_sum, [f"{P} > add() > scale(factor=0.7) > {P.replace(')', ', offset=0.0)')}"]),
 ]
 

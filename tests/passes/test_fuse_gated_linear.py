@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fusewright import ops
@@ -45,6 +47,29 @@ def of_two_layers(x: Tensor, weight: Tensor) -> Tensor:
     return ops.silu_mul(ops.linear(x, weight, None), ops.linear(x, weight.neg(), None))
 
 
+def relu(x: Tensor, weight: Tensor) -> Tensor:
+    return F.relu(ops.linear(x, weight, weight[:, 0].contiguous()))
+
+
+def relu2(x: Tensor, weight: Tensor) -> Tensor:
+    return F.relu(ops.linear(x, weight)).square()
+
+
+def exact_gelu(x: Tensor, weight: Tensor) -> Tensor:
+    return F.gelu(ops.linear(x, weight))
+
+
+def gelu_new(x: Tensor, weight: Tensor) -> Tensor:
+    """GPT-2's."""
+    y = ops.linear(x, weight)
+    return 0.5 * y * (1.0 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y.pow(3.0))))
+
+
+def relu_read_twice(x: Tensor, weight: Tensor) -> Tensor:
+    y = ops.linear(x, weight)
+    return F.relu(y) * y.sum()
+
+
 def of_no_layer(x: Tensor, weight: Tensor) -> Tensor:
     """As Gemma 4, which gates an embedding of each layer."""
     return ops.silu_mul(ops.linear(x, weight, None), x.repeat(1, 2)[:, :48])
@@ -73,8 +98,26 @@ def test_they_become_one_op_and_no_bit_changes(model: Model) -> None:
 
 
 @pytest.mark.parametrize(
+    ("model", "activation"),
+    [(relu, "relu"), (relu2, "relu2"), (exact_gelu, "gelu"), (gelu_new, "gelu_new")],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_plain_activation_is_an_epilogue_too(
+    model: Model, activation: str, dtype: torch.dtype
+) -> None:
+    x, weight = (tensor.to(dtype) for tensor in inputs())
+    gm = capture(shaped(model), x=x, weight=weight)
+    (report,) = run_passes(gm, build_passes(["fuse_gated_linear"]), verify=True)
+    assert report.matched == 1 and not report.missed
+    (linear,) = gm.graph.find_nodes(op="call_function", target=torch.ops.fw.linear.default)
+    assert linear.args[6] == activation
+    assert not {"relu", "gelu", "tanh", "pow", "square"} & {*targets(gm)}
+
+
+@pytest.mark.parametrize(
     ("model", "reason"),
     [
+        (relu_read_twice, "linear is also read by"),
         (read_twice, "has 2 users, not the activation alone"),
         (no_linear, "not from a linear layer"),
         (of_two_layers, "gate and up are two linear layers"),
