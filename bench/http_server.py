@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..config import EngineOptions, MachineError, option_specs
-from ..config.logs import be_quiet
+from ..config.process.logs import be_quiet
 from ..model_executor.hf_config import served_name
 from .http_load import HttpTarget
 from .workloads import Work

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import UserError
-from ..config.logs import be_quiet
+from ..config.process.logs import be_quiet
 
 PROMPT_TOKENS = 128
 OUTPUT_TOKENS = 17

@@ -7,11 +7,11 @@
 from .capture_sizes import capture_sizes
 from .errors import BusyError, EngineDeadError, MachineError, UserError, VerificationError
 from .folders import make_output_folder
-from .garbage import collect_rarely, collecting_rarely, leave_garbage_at_exit
 from .key_factors import key_factors, outside_fields, outside_key
 from .levels import LEVELS, PASSES, CudagraphMode, Level
 from .options import EngineOptions, OptionSpec, option_specs
 from .ports import engine_options
+from .process.garbage import collect_rarely, collecting_rarely, leave_garbage_at_exit
 from .resolve import resolve
 from .resolved import (
     CompileConfig,

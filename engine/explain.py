@@ -17,6 +17,7 @@ from ..config.resolve import why_off
 from ..model_executor.spec import stage_of
 from .aot_compile import target_hardware
 from .worker.hardware import detect_hardware
+from .worker.progress import show_progress
 from .worker.source import (
     artifact_key,
     artifact_label,
@@ -90,16 +91,17 @@ def explain_model(
     absent = hardware.device == "cuda" and detect_hardware("auto").sm != hardware.sm
     artifact = _tuned(spec, config) if config.compile.tune else None
     before = _Before()
-    source = model_source(spec, config)
-    lowered = lower_model(
-        source,
-        config.compile,
-        sm=hardware.sm,
-        timer=Timer(lambda phase: None),
-        record=before,
-        csrc=True if absent else None,
-        tuner=Tuner(known=artifact.manifest.report["tuned_us"]) if artifact else None,
-    )
+    with show_progress() as progress, progress.status("Explaining") as say:
+        source = model_source(spec, config)
+        lowered = lower_model(
+            source,
+            config.compile,
+            sm=hardware.sm,
+            timer=Timer(say),
+            record=before,
+            csrc=True if absent else None,
+            tuner=Tuner(known=artifact.manifest.report["tuned_us"]) if artifact else None,
+        )
     assert before.traced is not None
     where = Where(source.repeat or source.shown, spec.first_layer)
     off = passes_off(options, config)

@@ -13,19 +13,19 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, Self, cast
 
 from ..config import UserError, collecting_rarely, engine_options
-from ..config.logs import write_log_by_default
 from ..config.ports import check_call
+from ..config.process.logs import write_log_by_default
 from ..config.vllm import CALLS, METHODS, Port
 from .beam_search import BeamSearchOutput, BeamSearchParams, search
 from .frontend.check import check_start
 from .frontend.driver import Inbox, driver_of
+from .frontend.engine_log import log_start
 from .frontend.gc_pause import gc_paused
 from .frontend.generate_bar import GenerateBar
 from .frontend.generation_config import describe_default_sampling
 from .frontend.inputs import Prompt, plain
 from .frontend.loop import CheckedRequest, EngineLoop
 from .frontend.outputs import Deltas, RequestOutput
-from .frontend.start_log import log_start
 from .frontend.tokenizer import library_tokenizer
 from .messages.sampling_params import RequestOutputKind, SamplingParams
 from .ranks.executor import started_ranks

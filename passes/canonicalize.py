@@ -38,6 +38,8 @@ _TARGETS: dict[str, tuple[Any, ...]] = {
     "sigmoid": (torch.sigmoid, F.sigmoid, "sigmoid", _ATEN.sigmoid.default),
     "silu": (F.silu, _ATEN.silu.default),
     "gelu": (F.gelu, torch._C._nn.gelu, _ATEN.gelu.default),
+    "relu": (F.relu, torch.relu, "relu", _ATEN.relu.default),
+    "tanh": (torch.tanh, "tanh", _ATEN.tanh.default),
     "rms_norm": (F.rms_norm, torch.rms_norm, _ATEN.rms_norm.default),
     "layer_norm": (F.layer_norm, torch.layer_norm, _ATEN.layer_norm.default),
     "cast": (
@@ -83,15 +85,15 @@ def kind(node: Any) -> str:
 _POINTWISE_KINDS = frozenset(
     [
         *("add", "sub", "mul", "div", "pow", "square", "rsqrt", "sqrt", "reciprocal", "neg"),
-        *("cos", "sin", "sigmoid", "silu", "gelu", "cast", "clamp", "clone"),
+        *("cos", "sin", "sigmoid", "silu", "gelu", "relu", "tanh", "cast", "clamp"),
+        "clone",
     ]
 )
-_POINTWISE = (torch.tanh, F.relu)
 
 
 def is_pointwise(node: fx.Node) -> bool:
     """Whether each element is computed of those at its place, as they are spread over the shape."""
-    if kind(node) in _POINTWISE_KINDS or node.target in _POINTWISE:
+    if kind(node) in _POINTWISE_KINDS:
         return True
     return (
         isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags

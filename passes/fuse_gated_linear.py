@@ -1,10 +1,10 @@
-"""``fuse_gated_linear`` attaches a gated activation to the linear layer whose sums it takes.
+"""``fuse_gated_linear`` attaches an activation to the linear layer whose sums it takes.
 
 Before: ``y = silu_mul(linear(x, w[, b]))`` (or ``gelu_tanh_mul``).  After: ``y = linear(x, w[, b],
-activation="silu")``.  A quantization of the result by a static scale is attached with it to a layer
-of FP8 operands; to a layer of experts (``expert_linear``) the activation alone.  With few rows that
-is one kernel, which reads the weight as the linear layer did and writes a half or a quarter as
-much; with many rows a dense layer runs as before.
+activation="silu")``; and so with ReLU, its square and GELU, which gate nothing.  A quantization of
+the result by a static scale is attached with a gated one to a layer of FP8 operands; to a layer of
+experts (``expert_linear``) the activation alone.  With few rows that is one kernel, which reads the
+weight as the linear layer did and writes what is left; with many rows a dense layer runs as before.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from ..ops.linear.desc import LinearArgs
 from ..ops.norm.gated_act import PLAIN, Gate, activation_of
 from .canonicalize import kind
 from .rule import EXACT, is_call, written_between
-from .sites import Match, Miss, SitePass, call
+from .sites import Match, Miss, SitePass, call, read_elsewhere
+from .spellings_act import plain_activation
 from .subgraph import fake_value
 
 LINEAR = torch.ops.fw.linear.default
@@ -54,13 +55,16 @@ def has_epilogue(args: dict[str, Any]) -> bool:
 
 def _read(act: fx.Node) -> Match | None:
     """Expected sites: every gated activation that ``fuse_act`` has raised, but for those of which
-    ``up`` is of no linear layer, as where Gemma 4 gates each layer's own embedding.
+    ``up`` is of no linear layer, as where Gemma 4 gates each layer's own embedding; and every plain
+    activation of a linear layer.
 
     Exact: gate and up are rounded before the activation, and its result before it is quantized, as
     without fusion.  A kernel may sum in another order than the kernel that it replaces.
     """
     activation = activation_of(act.target)
-    if activation is None or not all(map(_is_of_layer, act.args[1:2])):
+    if activation is None:
+        return _read_plain(act)
+    if not all(map(_is_of_layer, act.args[1:2])):
         return None
     if (of_experts := expert_linear_args(act.args[0])) is not None:
         return _read_experts(act, of_experts, activation)
@@ -75,6 +79,25 @@ def _read(act: fx.Node) -> Match | None:
     if args["weight_format"] is None:  # defaults at the end, which a call leaves out
         del args["weight_format"], args["weight_zero"]
     return Match(last, [act.args[0], act, last], [last], call(LINEAR, tuple(args.values())))
+
+
+def _read_plain(node: fx.Node) -> Match | None:
+    """Exact but for GELU, of which kernels have several."""
+    act = plain_activation(node)
+    args = None if act is None else linear_args(act.x)
+    if act is None or args is None:
+        return None
+    inner = [one for one in (act.x, *act.nodes[:-1]) if read_elsewhere(one, act.nodes)]
+    if inner:
+        raise Miss(read_elsewhere(inner[0], act.nodes))
+    if has_epilogue(args) or args["weight_scale"] is not None:
+        raise Miss(f"{act.name} follows {act.x.name}, which is FP8 or has an activation already")
+    if reason := written_between(act.x, node):
+        raise Miss(reason)
+    args["activation"] = act.name
+    args = {name: args[name] for name in _ARGS[: 1 + _ARGS.index("activation")]}
+    fused = call(LINEAR, tuple(args.values()))
+    return Match(node, [act.x, *act.nodes], [node], fused, act.tier)
 
 
 def _is_of_layer(up: Any) -> bool:

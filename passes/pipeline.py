@@ -30,6 +30,7 @@ from .raising.canonicalize_route import CANONICALIZE_ROUTE, SHARE_EXPERTS
 from .raising.drop_batch import DropBatch
 from .raising.fold_views import FoldViews
 from .raising.rope_table import RopeTable
+from .raising.scale_attention import SCALE_ATTENTION
 from .report import PassReport
 from .rule import Context, Rule
 from .sites import op_name, without_nodes
@@ -65,6 +66,7 @@ RAISE: tuple[Rule, ...] = (
     CANONICALIZE_ROUTE,
     SHARE_EXPERTS,
     FoldViews(),
+    SCALE_ATTENTION,
 )
 """Passes that run first over the graph of a captured model, whatever passes are chosen: over one
 layer of each kind, if these stand for all."""

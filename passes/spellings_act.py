@@ -1,12 +1,17 @@
-"""Reads the gated activation that is clamped, scaled and offset, as gpt-oss has it.
+"""Reads activations in the spellings that need more than one node: clamped gates and plain ones.
 
+gpt-oss's gated activation is clamped, scaled and offset:
 ``gate.clamp(max=limit)``, ``up.clamp(-limit, limit)``;
 ``(up + offset) * (gate * sigmoid(alpha * gate))``, in any order of factors, with or without alpha
 and offset.  Gate and up are halves of one tensor, its pairs of neighbours, or two tensors.
+
+What gates nothing is ReLU, its square, and GELU, also as GPT-2 spells it:
+``0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3)))``.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +27,14 @@ from .canonicalize import (
     kind,
     only_user,
     other_operand,
+    roundings,
     same_shape,
+    squared_source,
     tensor,
     with_number,
 )
 from .cuts import cut, part_nodes
-from .rule import Tier, writes_shared
+from .rule import EXACT, Tier, writes_shared
 from .sites import Miss
 
 _ROUNDINGS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -129,3 +136,54 @@ def _tier(dtype: torch.dtype) -> Tier:
     count."""
     step = _ROUNDINGS.get(dtype)
     return Tier(1e-6, 2.0**-18) if step is None else Tier(1e-6, 6 * step, 4 * step)
+
+
+@dataclass(frozen=True)
+class Plain:
+    """An activation ``name`` of ``PLAIN_ACTS``: its input, the nodes that compute it, and how far
+    one rounding may move it."""
+
+    name: str
+    x: Any
+    nodes: list[fx.Node]
+    tier: Tier
+
+
+def plain_activation(node: fx.Node) -> Plain | None:
+    """The activation whose result ``node`` is, if it is one of those that gate nothing."""
+    if kind(node) == "relu":
+        is_part = any(squared_source(user) is node for user in node.users)
+        return None if is_part else Plain("relu", argument(node, 0, "input"), [node], EXACT)
+    if kind(base := squared_source(node)) == "relu" and len(base.users) == 1:
+        return Plain("relu2", argument(base, 0, "input"), [base, node], EXACT)
+    if kind(node) == "gelu":
+        name = "gelu_new" if node.kwargs.get("approximate") == "tanh" else "gelu"
+        return Plain(name, node.args[0], [node], roundings(tensor(node).dtype, 2))
+    return _read_gelu_new(node)
+
+
+def _read_gelu_new(node: fx.Node) -> Plain | None:
+    if kind(node) != "mul" or with_number(node)[1] is not None:
+        return None
+    for half, rest in (node.args[:2], node.args[1::-1]):
+        x = _times(half, "mul", 0.5)
+        tanh = _times(rest, "add", 1.0)
+        scaled = tanh.args[0] if kind(tanh) == "tanh" else None
+        inner = _times(scaled, "mul", math.sqrt(2 / math.pi))
+        if x is None or kind(inner) != "add" or x not in inner.args:
+            continue
+        cubic = other_operand(inner, x)
+        cube = _times(cubic, "mul", 0.044715)
+        if _times(cube, "pow", 3.0) is x:
+            nodes = [half, cube, cubic, inner, scaled, tanh, rest, node]
+            step = _ROUNDINGS.get(tensor(node).dtype, 2.0**-20)
+            return Plain("gelu_new", x, nodes, Tier(1e-6, 8 * step, 8 * step))
+    return None
+
+
+def _times(node: Any, name: str, number: float) -> Any:
+    """x of an operation with a number, such as ``x * 0.5``; None of all else."""
+    if kind(node) != name:
+        return None
+    x, found = with_number(node)
+    return x if found is not None and math.isclose(found, number, rel_tol=1e-6) else None

@@ -1,7 +1,8 @@
 """The command line ``fusewright``: its commands, and what happens to their errors.
 
 Exit codes: 0 done; 1 the machine or this program failed; 2 a mistake the user can mend; 130
-interrupted; 143 terminated.  An error is one line on stderr; ``--debug`` prints its traceback too.
+interrupted; 141 the reader of stdout has gone, as ``head`` does; 143 terminated.  An error is one
+line on stderr; ``--debug`` prints its traceback too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import typer.main
 
 from .. import __version__
 from ..config import EngineDeadError, UserError, collect_rarely, leave_garbage_at_exit
-from ..config.logs import be_quiet
+from ..config.process.logs import be_quiet
 from .console.failure import flush, leave_dead_engine, open_missing_streams, report
 from .console.help import Command, LazyGroup, UsageError
 from .console.signals import unwinding_on_sigterm
@@ -97,14 +98,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = {"debug": False}
     try:
         # Not `app()`: it would end the process at a broken pipe, without a word.
-        with command.make_context(
-            "fusewright", list(sys.argv[1:] if argv is None else argv), obj=asked
-        ) as context:
-            command.invoke(context)
+        code = 0
+        try:
+            with command.make_context(
+                "fusewright", list(sys.argv[1:] if argv is None else argv), obj=asked
+            ) as context:
+                command.invoke(context)
+        except typer.Exit as error:
+            code = error.exit_code
         flush()
-        return 0
-    except typer.Exit as error:
-        return error.exit_code
+        return code
     except UsageError as error:
         message = error.format_message()  # type: ignore[attr-defined]
         return report(UserError(f"{message} (see `{_where(error)} --help`)"), debug=False)

@@ -221,7 +221,7 @@ def cold() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def quiet() -> None:
     """No ``LLM`` of a test sends its log to stderr, whichever test was the first to make one."""
-    from fusewright.config.logs import be_quiet
+    from fusewright.config.process.logs import be_quiet
 
     be_quiet()
 

@@ -8,6 +8,13 @@ from typing import Any
 
 from .explain import Explanation
 
+_SENTENCES = {
+    "sites": "Sites where a pass does something else.",
+    "figures": "What a layer and the step do otherwise: launches, bytes, calls.",
+    "choices": "Kernel choices, and the number of calls that got them.",
+    "notes": "What holds of one of them only.",
+}
+
 
 @dataclass(frozen=True)
 class Differences:
@@ -29,12 +36,12 @@ class Differences:
     notes: Mapping[str, tuple[str, str]]
 
     def tables(self) -> Iterator[tuple[str, list[list[str]]]]:
-        """(title, rows under a heading) for each kind of difference."""
-        for title in ("sites", "figures", "choices", "notes"):
+        """(sentence, rows under a heading) for each kind of difference."""
+        for title, sentence in _SENTENCES.items():
             pairs: Mapping[str, tuple[str, str]] = getattr(self, title)
             rows = [[name, *both] for name, both in pairs.items()]
             if rows:
-                yield title, [[title, self.left, self.right], *rows]
+                yield sentence, [[title, self.left, self.right], *rows]
 
 
 def differences(left: tuple[str, Explanation], right: tuple[str, Explanation]) -> Differences:

@@ -12,7 +12,9 @@ from itertools import pairwise
 from typing import Any
 
 import sympy
-from torch import fx
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from ... import ops
 from ...config import UserError
@@ -222,12 +224,24 @@ def total_launches(calls: Iterable[OpFacts]) -> int | None:
 
 
 def _fusions(nodes: Iterable[fx.Node]) -> list[tuple[Fusion, int]]:
-    """Every fusion, and the number of calls of the model that are one.
+    """Every fusion that a model of these dtypes may have, and how many of its calls are one.
 
     Fusions with the same op are told apart by its arguments: norm weights, a group, a scale.
     """
     calls = [(name, node) for node in nodes if (name := semantic_name(node))]
-    return [(f, sum(n == f.op and _is_fusion(f, node) for n, node in calls)) for f in fusions()]
+    has_fp8 = any(_has_fp8(node) for _, node in calls)
+    return [
+        (f, sum(n == f.op and _is_fusion(f, node) for n, node in calls))
+        for f in fusions()
+        if has_fp8 or not any("FP8" in part for part in f.parts)
+    ]
+
+
+def _has_fp8(node: fx.Node) -> bool:
+    """Whether a call reads or gives FP8 values."""
+    values = [fake_value(each) for each in (node, *node.all_input_nodes)]
+    flat = tree_leaves(values)
+    return any(isinstance(v, Tensor) and v.dtype == torch.float8_e4m3fn for v in flat)
 
 
 def _is_fusion(fusion: Fusion, node: fx.Node) -> bool:

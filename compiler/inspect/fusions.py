@@ -24,7 +24,7 @@ QUANTS = ("static", "token", "group")
 Pattern: TypeAlias = tuple[type[Stage], ...]
 _KINDS = {"": ((),), "static": (("FP8 static",),), "dynamic": (("FP8 token",), ("FP8 group",))}
 _BLOCKS = "the scale follows from values that several blocks of the kernel compute"
-_HIDDEN = "the norm that follows adds for nothing, hidden behind the next linear's weights"
+_HIDDEN = "the norm that follows adds at no cost, while the next weights are read"
 _ROWS = "a scale a {} needs the largest value of a row, which several blocks of a linear compute"
 
 

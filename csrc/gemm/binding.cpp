@@ -108,7 +108,12 @@ Epilogue epilogue_of(const char* op, const std::optional<std::string>& activatio
   if (!activation) return Epilogue::kLinear;
   if (*activation == "silu") return Epilogue::kSiluMul;
   if (*activation == "gelu_tanh") return Epilogue::kGeluTanhMul;
-  fail(op, "activation is '", *activation, "', expected 'silu' or 'gelu_tanh'");
+  if (*activation == "relu") return Epilogue::kRelu;
+  if (*activation == "relu2") return Epilogue::kRelu2;
+  if (*activation == "gelu") return Epilogue::kGelu;
+  if (*activation == "gelu_new") return Epilogue::kGeluNew;
+  fail(op, "activation is '", *activation,
+       "', expected 'silu', 'gelu_tanh', 'relu', 'relu2', 'gelu' or 'gelu_new'");
 }
 
 // Holds what a layer's kernel takes, and of which operands.
@@ -202,12 +207,14 @@ collective::Peers peers_of(const char* op, const std::string& group_name,
 }
 
 // x * weight.T + bias, summed over a group's ranks if one is named, times factor, + residual; that
-// times the norm's weight and its offset, and its sums of squares.
+// times the norm's weight and its offset, and its sums of squares.  `center`: the norm is a layer
+// norm; the sums of what is added follow those of squares, the norm's weight and bias the product.
 Added add(const char* op, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
           const Tensor& residual, const Tensor& norm_weight,
           const std::optional<Tensor>& weight_scale,
           const std::optional<std::string>& group_name = std::nullopt, double factor = 1.0,
-          double norm_offset = 0.0) {
+          double norm_offset = 0.0, const std::optional<Tensor>& norm_bias = std::nullopt,
+          bool center = false) {
   Layer layer = describe_bf16(op, x, weight, weight_scale, Epilogue::kAdd, kMaxNormedTokens);
   SkinnyLinearArgs& args = layer.args;
   args.factor = static_cast<float>(factor);
@@ -215,10 +222,16 @@ Added add(const char* op, const Tensor& x, const Tensor& weight, const std::opti
   add_bias(op, args, bias, ScalarType::BFloat16, x);
   args.residual = added(op, residual, "residual", args, x, true);
   args.norm_weight = added(op, norm_weight, "norm_weight", args, x, false);
+  if (norm_bias) args.norm_bias = added(op, *norm_bias, "norm_bias", args, x, false);
+  if (center ? group_name || norm_offset != 0.0 : norm_bias.has_value()) {
+    fail(op, "a layer norm has neither a group nor an offset, and no other norm a bias");
+  }
+  args.centered = center;
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const Tensor weighted = empty({args.num_tokens, args.out_features}, dtype_of(x), x);
-  const int64_t groups = args.out_features / kNormGroup;
-  const Tensor squares = empty({args.num_tokens, groups}, aoti_torch_dtype_float32(), x);
+  const int64_t tokens = args.num_tokens, groups = args.out_features / kNormGroup;
+  const Tensor weighted = empty({center ? tokens + 2 : tokens, args.out_features}, dtype_of(x), x);
+  const Tensor squares =
+      empty({center ? 2 * tokens : tokens, groups}, aoti_torch_dtype_float32(), x);
   args.weighted = static_cast<__nv_bfloat16*>(weighted.data_ptr());
   args.squares_out = static_cast<float*>(squares.data_ptr());
   collective::Peers peers;
@@ -232,19 +245,22 @@ Added add(const char* op, const Tensor& x, const Tensor& weight, const std::opti
 Tensor norm_linear(const char* op, const Tensor& weighted, const Tensor& squares, double eps,
                    const Tensor& weight, const std::optional<Tensor>& bias,
                    const std::optional<std::string>& activation,
-                   const std::optional<Tensor>& weight_scale) {
+                   const std::optional<Tensor>& weight_scale, bool center = false) {
   Layer layer = describe_bf16(op, weighted, weight, weight_scale, epilogue_of(op, activation));
   SkinnyLinearArgs& args = layer.args;
+  args.centered = center;
+  if (center) args.num_tokens -= 2;
+  if (center && weight_scale) fail(op, "joins no weight of FP8 to a layer norm");
   add_bias(op, args, bias, ScalarType::BFloat16, weighted);
   check_device(op, squares, "squares", weighted);
   const int64_t most_groups = weighted.size(1) / (kNormGroup / 2);
   const int64_t groups = squares.dim() == 2 ? squares.size(1) : 0;
-  if (groups == 0 || squares.size(0) != weighted.size(0) ||
+  const int64_t rows = int64_t{center ? 2 : 1} * args.num_tokens;
+  if (groups == 0 || squares.size(0) != rows ||
       (groups != most_groups && groups != most_groups / 2) || !squares.is_contiguous() ||
       squares.scalar_type() != ScalarType::Float) {
-    fail(op, "squares have shape ", shape_of(squares), ", expected a contiguous [",
-         weighted.size(0), ", ", most_groups / 2, "] or [", weighted.size(0), ", ", most_groups,
-         "] of float32");
+    fail(op, "squares have shape ", shape_of(squares), ", expected a contiguous [", rows, ", ",
+         most_groups / 2, "] or [", rows, ", ", most_groups, "] of float32");
   }
   const torch::stable::accelerator::DeviceGuard guard(weighted.get_device_index());
   args.squares = static_cast<const float*>(squares.data_ptr());
@@ -259,11 +275,12 @@ std::tuple<Tensor, Tensor> skinny_linear_add_norm_linear(
     const Tensor& residual, const Tensor& norm_weight, double eps, const Tensor& next_weight,
     const std::optional<Tensor>& next_bias, const std::optional<std::string>& activation,
     const std::optional<Tensor>& weight_scale, const std::optional<Tensor>& next_weight_scale,
-    const std::optional<std::string>& group_name, double factor, double norm_offset) {
+    const std::optional<std::string>& group_name, double factor, double norm_offset,
+    const std::optional<Tensor>& norm_bias, bool center) {
   const Added first = add(kAddNorm, x, weight, bias, residual, norm_weight, weight_scale,
-                          group_name, factor, norm_offset);
+                          group_name, factor, norm_offset, norm_bias, center);
   return {norm_linear(kAddNorm, first.weighted, first.squares, eps, next_weight, next_bias,
-                      activation, next_weight_scale),
+                      activation, next_weight_scale, center),
           first.total};
 }
 
@@ -397,7 +414,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fw_cuda, m) {
       "skinny_linear_add_norm_linear(Tensor x, Tensor weight, Tensor? bias, Tensor residual, "
       "Tensor norm_weight, float eps, Tensor next_weight, Tensor? next_bias, str? activation, "
       "Tensor? weight_scale=None, Tensor? next_weight_scale=None, str? group_name=None, "
-      "float factor=1.0, float norm_offset=0.0) -> (Tensor, Tensor)");
+      "float factor=1.0, float norm_offset=0.0, Tensor? norm_bias=None, bool center=False) "
+      "-> (Tensor, Tensor)");
   m.def(
       "skinny_linear_add(Tensor x, Tensor weight, Tensor? bias, Tensor residual, "
       "Tensor norm_weight, Tensor? weight_scale=None) -> (Tensor, Tensor, Tensor)");

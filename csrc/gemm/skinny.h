@@ -40,13 +40,19 @@ enum class Element { kBFloat16, kHalf, kFloat, kE4M3 };
 // act(gate) * up, of gate and up rounded as element is; with an out_scale that product, rounded
 // again, becomes FP8.
 //
+// kRelu to kGeluNew: y is the activation of the sum, rounded as element is.
+//
 // Add: y is the rounded sum, times a factor and rounded again, plus the residual, rounded; and
 // weighted is y times a norm's weight, to which an offset is added: the norm of y but for a
 // token's scale, which no block knows, as none has a whole row.  So groups of kNormGroup outputs
 // leave their sum of squares, and the next linear, of weighted, multiplies its sums by the scale
 // that it makes of these.  Nothing is read twice, and y * weight is rounded once, where a norm that
 // scales first rounds twice.
-enum class Epilogue { kLinear, kSiluMul, kGeluTanhMul, kAdd };
+//
+// A layer norm is centered: groups leave the sum too, and weighted has two rows more, the norm's
+// weight and its bias.  With its scale s and mean m of a token, W of the next linear and v, the
+// token's row of weighted, that linear is s (W v - m W weight) + W bias.
+enum class Epilogue { kLinear, kSiluMul, kGeluTanhMul, kAdd, kRelu, kRelu2, kGelu, kGeluNew };
 
 struct SkinnyLinearArgs {
   const void* x;              // [num_tokens, in_features] of the format's elements
@@ -57,14 +63,18 @@ struct SkinnyLinearArgs {
                               // not with a gate
   const void* bias;           // [rows] of element, or nullptr
   const float* out_scale;     // of y, which is then FP8; or nullptr
-  const float* squares;       // of a weighted x: [num_tokens, num_groups] sums; or nullptr
+  const float* squares;       // of a weighted x: [num_tokens, num_groups] sums; or nullptr.
+                              // Centered: the sums of x follow those of its squares
   int num_groups;             // then: a multiple of 4
   float eps;                  // then: added to the mean square
+  bool centered;              // add, or squares: the norm is a layer norm
   const __nv_bfloat16* residual;     // add: [num_tokens, out_features], contiguous
   const __nv_bfloat16* norm_weight;  // add: [out_features]
+  const __nv_bfloat16* norm_bias;    // add, centered: likewise, or nullptr
   float factor, norm_offset;         // add
-  __nv_bfloat16* weighted;           // add: [num_tokens, out_features], contiguous
-  float* squares_out;                // add: [num_tokens, out_features / kNormGroup]
+  __nv_bfloat16* weighted;           // add: [num_tokens, out_features], contiguous; centered: two
+                                     // rows more
+  float* squares_out;                // add: [num_tokens, out_features / kNormGroup]; centered: two
   void* y;                           // [num_tokens, out_features], contiguous
   Element element;                   // of bias, and of y without an out_scale
   Epilogue epilogue;
@@ -78,6 +88,8 @@ struct SkinnyLinearArgs {
   __host__ __device__ bool gated() const {
     return epilogue == Epilogue::kSiluMul || epilogue == Epilogue::kGeluTanhMul;
   }
+  // Rows of x: behind the tokens, a layer norm's weight and its bias.
+  __host__ __device__ int x_rows() const { return num_tokens + (squares && centered ? 2 : 0); }
 };
 
 // The types of weight and x. FP8 has a scale a row, or one for all, or scales of blocks. ByBf16:

@@ -72,8 +72,8 @@ cudaError_t launch(const SkinnyLinearArgs& args, const Ranks& ranks, int splits,
   if (error != cudaSuccess) return error;
   // Only real tokens are copied; what the others' columns multiply reaches no result.
   using X = std::conditional_t<T::Format::kXBytes == 2, Bf16, Fp8>;
-  error = describe_matrix<X>(&x_map, args.x, args.num_tokens, args.in_features, args.x_row_stride,
-                             args.num_tokens, T::kXLines);
+  error = describe_matrix<X>(&x_map, args.x, args.x_rows(), args.in_features, args.x_row_stride,
+                             args.x_rows(), T::kXLines);
   if (error != cudaSuccess) return error;
   constexpr auto kKernel = skinny_linear_kernel<T, Ranks>;
   error = allow_shared_memory<kKernel>(T::kSharedBytes + RankSums<T>::bytes(kMaxSplits));
@@ -109,19 +109,20 @@ cudaError_t launch_batch(const SkinnyLinearArgs& args, const Ranks& ranks, bool 
   }
 }
 
-// Chooses the kernel by the number of tokens. A format or an epilogue takes at most kMost.
+// Chooses the kernel by the number of rows of x. A format or an epilogue takes at most kMost.
 template <typename Format, int kMost, typename Ranks>
 cudaError_t launch_tokens(const SkinnyLinearArgs& args, const Ranks& ranks, bool programmatic,
                           cudaStream_t stream) {
   const auto with = [&](auto batch) {
     return launch_batch<Format, decltype(batch)>(args, ranks, programmatic, stream);
   };
-  if (args.num_tokens <= 2) return with(Batch<8, 2>{});
+  const int rows = args.x_rows();
+  if (rows <= 2) return with(Batch<8, 2>{});
   if constexpr (kMost > 2) {
-    if (args.num_tokens <= 8) return with(Batch<8, 8>{});
+    if (rows <= 8) return with(Batch<8, 8>{});
   }
   if constexpr (kMost > 8) {
-    if (args.num_tokens <= 16) return with(Batch<16, 16>{});
+    if (rows <= 16) return with(Batch<16, 16>{});
   }
   if constexpr (kMost > 16) return with(Batch<32, 32>{});
   return cudaErrorInvalidValue;

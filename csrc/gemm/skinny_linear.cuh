@@ -58,8 +58,8 @@ __device__ __forceinline__ void produce(const CUtensorMap& weight_map, const CUt
   constexpr bool kBlockScales = T::Format::kBlockScales;
   constexpr bool kXBlockScales = kBlockScales && T::Format::kXScaled;
   const int num_groups = args.in_features / kScaleBlock;
-  const int bytes = T::kRows * kRowBytes + args.num_tokens * T::kXRowBytes +
-                    (kBlockScales ? 16 : 0) + (kXBlockScales ? 16 * args.num_tokens : 0);
+  const int bytes = T::kRows * kRowBytes + args.x_rows() * T::kXRowBytes + (kBlockScales ? 16 : 0) +
+                    (kXBlockScales ? 16 * args.num_tokens : 0);
   const auto copy_weight = [&](int step, int stage) {
     const uint32_t full = shared.full(stage), to = shared.weight(stage);
     const int line = (share.first + step) * kConsumerWarps;
@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (splits > 1) rank_sums.inbox.init();
     barrier_init_fence();
-    if (splits > 1) rank_sums.inbox.expect((splits - 1) * args.num_tokens * T::kRows * 4);
+    if (splits > 1) rank_sums.inbox.expect((splits - 1) * args.x_rows() * T::kRows * 4);
   }
   __syncthreads();
   if (splits > 1) cluster_arrive();
@@ -283,26 +283,23 @@ __global__ void __launch_bounds__(kThreads)
   if constexpr (kReduces<Ranks>) epoch = collective::epoch_of(ranks);
   const Ahead ahead = read_ahead<T>(args, share, part, threadIdx.x);
   const float out_scale = T::Format::kScaled && args.out_scale ? *args.out_scale : 1.0f;
-  float scale = 1.0f;
+  Norm norm;
   if (threadIdx.x < kConsumers) {
-    if (args.squares) {
-      scale = norm_scale(threadIdx.x, args.squares, args.num_groups, args.num_tokens,
-                         args.in_features, args.eps);
-    }
+    if (args.squares) norm = norm_of(threadIdx.x, args);
     consume<T>(shared, share.num_steps, args.num_tokens, sums);
   }
   __syncthreads();  // no warp reads the stages any more
-  float* norm_scales = reinterpret_cast<float*>(memory + T::kSumBytes);
+  auto* norms = reinterpret_cast<Norm*>(memory + T::kSumBytes);
   if (threadIdx.x < kConsumers) {
     store_sums<T>(reinterpret_cast<float*>(memory), sums);
-    if (threadIdx.x % 8 == 0) norm_scales[threadIdx.x / 8] = scale;
+    if (threadIdx.x % 8 == 0) norms[threadIdx.x / 8] = norm;
   }
   __syncthreads();
   const TileSums<T> tile_sums{reinterpret_cast<const float*>(memory), &rank_sums, splits};
   if (splits > 1) {
     cluster_wait();  // every block of the cluster has an inbox
     if (share.rank) {
-      send_sums<T>(tile_sums, rank_sums, share.rank, args.num_tokens);
+      send_sums<T>(tile_sums, rank_sums, share.rank, args.x_rows());
     } else {
       rank_sums.inbox.wait(0);
     }
@@ -312,9 +309,9 @@ __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x == kConsumers) exchange.count();
     write_reduced<T>(args, exchange, tile_sums, share, part, ahead);
   } else if (args.epilogue == Epilogue::kAdd) {
-    write_sum<T>(args, tile_sums, norm_scales, share, part, scales, ahead);
+    write_sum<T>(args, tile_sums, norms, share, part, scales, ahead);
   } else {
-    write_part<T>(args, tile_sums, norm_scales, share, part, scales, ahead, out_scale);
+    write_part<T>(args, tile_sums, norms, share, part, scales, ahead, out_scale);
   }
 }
 

@@ -66,7 +66,8 @@ struct Tile {
   static constexpr int kScaleBytes =
       Format::kBlockScales ? 16 * (1 + (Format::kXScaled ? kXRows : 0)) : 0;
   // The warps' sums, [kConsumerWarps][kXRows][kSumPitch] floats over the stages once these are
-  // read; the pad spreads the banks.  After them each token's norm's scale.
+  // read; the pad spreads the banks.  After them each token's norm's scale
+  // and mean.
   static constexpr int kSumPitch = kRows + 4;
   static constexpr int kWarpSums = kXRows * kSumPitch;
   static constexpr int kSumBytes = kConsumerWarps * kWarpSums * 4;
@@ -74,7 +75,7 @@ struct Tile {
   static constexpr int kBlocksPerMultiprocessor = 228 * 1024 / (kSharedBytes + 1024);
   static_assert(kBlocksPerMultiprocessor <= 8);
   static_assert(kStageBytes % 1024 == 0, "the swizzle's pattern repeats every 1024 bytes");
-  static_assert(kSumBytes + 4 * kMaxNormedTokens <= kStages * kStageBytes);
+  static_assert(kSumBytes + 8 * kMaxNormedTokens <= kStages * kStageBytes);
 };
 
 // A block adds up segments [first, first + num_steps) of K of a tile's rows.  Its outputs begin at

@@ -39,6 +39,9 @@ __device__ __forceinline__ void store_element(void* p, int64_t i, Element elemen
 
 __device__ __forceinline__ float activated(float gate, Epilogue epilogue) {
   if (epilogue == Epilogue::kSiluMul) return gate / (1.0f + expf(-gate));
+  if (epilogue == Epilogue::kRelu) return gate < 0.0f ? 0.0f : gate;  // NaN stays
+  if (epilogue == Epilogue::kRelu2) return gate < 0.0f ? 0.0f : gate * gate;
+  if (epilogue == Epilogue::kGelu) return 0.5f * gate * (1.0f + erff(gate * 0.7071067812f));
   constexpr float kSqrtTwoOverPi = 0.7978845608f;
   const float inner = kSqrtTwoOverPi * (gate + 0.044715f * gate * gate * gate);
   return 0.5f * gate * (1.0f + tanhf(inner));
@@ -84,9 +87,9 @@ struct TileSums {
 // Sends the sums of this block's warps to the first block of the cluster.
 template <typename T>
 __device__ __forceinline__ void send_sums(const TileSums<T>& sums, RankSums<T>& to, int rank,
-                                          int num_tokens) {
+                                          int x_rows) {
 #pragma unroll 1
-  for (int item = threadIdx.x; item < num_tokens * T::kRows; item += kThreads) {
+  for (int item = threadIdx.x; item < x_rows * T::kRows; item += kThreads) {
     const int token = item / T::kRows, row = item % T::kRows;
     to.inbox.send(&to.sums[rank - 1][token][row], sums.add_warps(token, row), 0);
   }
@@ -118,31 +121,62 @@ __device__ __forceinline__ Scales read_scales(const SkinnyLinearArgs& args, int 
   return scales;
 }
 
-// A row's sum, scaled, with its bias.
+// What a norm multiplies a token's sums with, and the mean that a layer norm takes from its row.
+struct Norm {
+  float scale = 1.0f, mean = 0.0f;
+};
+
+// A row's sum, scaled, with its bias; that of a layer norm's x has its mean taken away.
 template <typename T>
 __device__ __forceinline__ float finish_sum(const SkinnyLinearArgs& args, const TileSums<T>& sums,
-                                            int token, int row, int n, float scale) {
-  const float total = sums.add_all(token, row) * scale;
+                                            int token, int row, int n, float scale,
+                                            const Norm& norm) {
+  float total = sums.add_all(token, row);
+  if (std::is_same_v<typename T::Format, Bf16> && args.x_rows() > args.num_tokens) {
+    total = (total - norm.mean * sums.add_all(args.num_tokens, row)) * norm.scale +
+            sums.add_all(args.num_tokens + 1, row);
+  } else {
+    total *= scale * norm.scale;
+  }
   return args.bias ? total + load_element(args.bias, n, args.element) : total;
 }
 
-// The norm's scale of token thread / 8, from its sums of squares [num_tokens, groups]; for complete
-// warps.
-__device__ __forceinline__ float norm_scale(int thread, const float* token_squares, int groups,
-                                            int num_tokens, int in_features, float eps) {
+// The sum of the groups of token thread / 8, of [num_tokens, groups]; for complete warps.
+__device__ __forceinline__ float sum_groups(int thread, const float* of_tokens, int groups,
+                                            int num_tokens) {
   const int token = thread / 8;
   float total = 0.0f;
   if (token < num_tokens) {
-    const auto* squares = reinterpret_cast<const float4*>(token_squares + token * groups);
+    const auto* of_token = reinterpret_cast<const float4*>(of_tokens + token * groups);
 #pragma unroll 8
     for (int i = thread % 8; i < groups / 4; i += 8) {
-      const float4 v = squares[i];
+      const float4 v = of_token[i];
       total += (v.x + v.y) + (v.z + v.w);
     }
   }
 #pragma unroll
   for (int other = 4; other; other /= 2) total += __shfl_xor_sync(~0u, total, other);
+  return total;
+}
+
+// The norm's scale of token thread / 8, from its sums of squares; for complete warps.
+__device__ __forceinline__ float norm_scale(int thread, const float* token_squares, int groups,
+                                            int num_tokens, int in_features, float eps) {
+  const float total = sum_groups(thread, token_squares, groups, num_tokens);
   return rsqrtf(total / static_cast<float>(in_features) + eps);
+}
+
+// The norm of token thread / 8; for complete warps.
+__device__ __forceinline__ Norm norm_of(int thread, const SkinnyLinearArgs& args) {
+  const float width = static_cast<float>(args.in_features);
+  float square = sum_groups(thread, args.squares, args.num_groups, args.num_tokens) / width;
+  float mean = 0.0f;
+  if (args.centered) {
+    const float* sums = args.squares + args.num_tokens * args.num_groups;
+    mean = sum_groups(thread, sums, args.num_groups, args.num_tokens) / width;
+    square = fmaxf(square - mean * mean, 0.0f);
+  }
+  return {rsqrtf(square + args.eps), mean};
 }
 
 // The outputs of a tile, items of [token][width], which the first block of a cluster writes.
@@ -187,13 +221,23 @@ __device__ __forceinline__ void write_added(const SkinnyLinearArgs& args, int to
   const int64_t at = static_cast<int64_t>(token) * args.out_features + n;
   store_element(args.y, at, kElement, total);
   args.weighted[at] = __float2bfloat16_rn(total * ahead.norm_weight);
-  float squares = total * total;
   const unsigned half = 0xffffu << (threadIdx.x & 16);
+  const auto sum_group = [&](float v) {
 #pragma unroll
-  for (int other = kNormGroup / 2; other; other /= 2) {
-    squares += __shfl_xor_sync(half, squares, other);
-  }
+    for (int other = kNormGroup / 2; other; other /= 2) v += __shfl_xor_sync(half, v, other);
+    return v;
+  };
+  const float squares = sum_group(total * total);
   if (n % kNormGroup == 0) args.squares_out[at / kNormGroup] = squares;
+  if (!args.centered) return;
+  const float sums = sum_group(total);
+  const int64_t behind = static_cast<int64_t>(args.num_tokens) * args.out_features;
+  if (n % kNormGroup == 0) args.squares_out[(behind + at) / kNormGroup] = sums;
+  if (token == 0) {
+    args.weighted[behind + n] = args.norm_weight[n];
+    args.weighted[behind + args.out_features + n] =
+        args.norm_bias ? args.norm_bias[n] : __float2bfloat16_rn(0.0f);
+  }
 }
 
 // An add over ranks: this rank's sums go to the others, and y is made of the sums of all. Two
@@ -207,7 +251,7 @@ __device__ __forceinline__ void write_reduced(const SkinnyLinearArgs& args,
   const unsigned half = 0xffffu << (threadIdx.x & 16);
   const bool even = threadIdx.x % 2 == 0;
   const auto sendable_pair = [&](int token, int row, int n) {
-    const float sum = finish_sum<T>(args, sums, token, row, n, 1.0f);
+    const float sum = finish_sum<T>(args, sums, token, row, n, 1.0f, {});
     const __nv_bfloat16 rounded = __float2bfloat16_rn(sum);
     const unsigned own = reinterpret_cast<const uint16_t&>(rounded);
     return collective::without_negative_zeros(own | __shfl_down_sync(half, own, 1) << 16);
@@ -239,13 +283,12 @@ __device__ __forceinline__ void write_reduced(const SkinnyLinearArgs& args,
 }
 
 // Calls visit for each output of the tile that this thread has, of which `next` and next_scales are
-// of the first: with its token, row, feature, sum, norm's scale, and what was read. Code behind the
-// sums is kept short, since it is cold: other kernels ran since the last layer's call.
+// of the first: with its token, row, feature, sum, norm, and what was read. Code behind the sums is
+// kept short, since it is cold: other kernels ran since the last layer's call.
 template <typename T, typename Visit>
 __device__ __forceinline__ void each_output(const SkinnyLinearArgs& args, const TileSums<T>& sums,
-                                            const float* norm_scales, const Share& share,
-                                            const Part& part, Scales next_scales, Ahead next,
-                                            const Visit& visit) {
+                                            const Norm* norms, const Share& share, const Part& part,
+                                            Scales next_scales, Ahead next, const Visit& visit) {
 #pragma unroll 1
   for (int item = threadIdx.x; item < part.end; item += kThreads) {
     const int token = part.token(item), row = part.row(item), n = share.first_output + row;
@@ -254,29 +297,29 @@ __device__ __forceinline__ void each_output(const SkinnyLinearArgs& args, const 
     next = read_ahead<T>(args, share, part, item + kThreads);
     next_scales = read_scales<T>(args, share.first_output + part.row(item + kThreads));
     if (n >= args.out_features) continue;
-    const float norm = args.squares ? norm_scales[token] : 1.0f;
-    const float sum =
-        finish_sum<T>(args, sums, token, row, n, ahead.x_scale * scales.weight * norm);
+    const Norm norm = args.squares ? norms[token] : Norm{};
+    const float sum = finish_sum<T>(args, sums, token, row, n, ahead.x_scale * scales.weight, norm);
     visit(token, row, n, sum, norm, ahead, scales);
   }
 }
 
-// Writes the tile to y, but for an add. norm_scales are of the tokens; out_scale is y's, if FP8
-// sums have one.
+// Writes the tile to y, but for an add. norms are of the tokens; out_scale is y's, if FP8 sums have
+// one.
 template <typename T>
 __device__ __forceinline__ void write_part(const SkinnyLinearArgs& args, const TileSums<T>& sums,
-                                           const float* norm_scales, const Share& share,
-                                           const Part& part, const Scales& first_scales,
-                                           const Ahead& first, float out_scale) {
-  const auto write = [&](int token, int row, int n, float value, float norm, const Ahead& ahead,
-                         const Scales& scales) {
+                                           const Norm* norms, const Share& share, const Part& part,
+                                           const Scales& first_scales, const Ahead& first,
+                                           float out_scale) {
+  const auto write = [&](int token, int row, int n, float value, const Norm& norm,
+                         const Ahead& ahead, const Scales& scales) {
     if (args.gated()) {
       const int up_n = n + args.out_features;
-      const float up =
-          finish_sum<T>(args, sums, token, row + (1 << part.log2_width), up_n,
-                        (T::Format::kScaled ? ahead.x_scale * scales.up : 1.0f) * norm);
+      const float up = finish_sum<T>(args, sums, token, row + (1 << part.log2_width), up_n,
+                                     T::Format::kScaled ? ahead.x_scale * scales.up : 1.0f, norm);
       const float gate = activated(rounded(value, args.element), args.epilogue);
       value = gate * rounded(up, args.element);
+    } else if (args.epilogue != Epilogue::kLinear) {
+      value = activated(rounded(value, args.element), args.epilogue);
     }
     const int64_t at = static_cast<int64_t>(token) * args.out_features + n;
     if (args.out_scale) {
@@ -287,18 +330,17 @@ __device__ __forceinline__ void write_part(const SkinnyLinearArgs& args, const T
       store_element(args.y, at, args.element, value);
     }
   };
-  each_output<T>(args, sums, norm_scales, share, part, first_scales, first, write);
+  each_output<T>(args, sums, norms, share, part, first_scales, first, write);
 }
 
 // Writes the outputs of an add.
 template <typename T>
 __device__ __forceinline__ void write_sum(const SkinnyLinearArgs& args, const TileSums<T>& sums,
-                                          const float* norm_scales, const Share& share,
-                                          const Part& part, const Scales& first_scales,
-                                          const Ahead& first) {
-  const auto write = [&](int token, int, int n, float sum, float, const Ahead& ahead,
+                                          const Norm* norms, const Share& share, const Part& part,
+                                          const Scales& first_scales, const Ahead& first) {
+  const auto write = [&](int token, int, int n, float sum, const Norm&, const Ahead& ahead,
                          const Scales&) { write_added(args, token, n, sum, ahead); };
-  each_output<T>(args, sums, norm_scales, share, part, first_scales, first, write);
+  each_output<T>(args, sums, norms, share, part, first_scales, first, write);
 }
 
 // A kernel that sums over no ranks takes this in place of the peers.

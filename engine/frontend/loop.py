@@ -14,10 +14,10 @@ from typing import Any
 from ...config import EngineDeadError, UserError
 from ..messages.requests import AbortRequests, AddRequest, Core, NewTokens
 from ..messages.sampling_params import RequestOutputKind, SamplingParams
+from .engine_log import StatsLog
 from .inputs import InputProcessor, Prompt
 from .output_processor import OutputProcessor
 from .outputs import RequestMetrics, RequestOutput
-from .stats import StatsLog
 
 
 @dataclass(frozen=True, slots=True)

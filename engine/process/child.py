@@ -22,7 +22,7 @@ import zmq
 from msgspec import Struct
 
 from ...config import EngineDeadError, EngineOptions, UserError, collecting_rarely
-from ...config.logs import write_log
+from ...config.process.logs import write_log
 from ..frontend.gc_pause import gc_paused
 from ..grammar.checks import is_installed
 from ..messages.codec import decode
@@ -198,6 +198,7 @@ class CoreServer:
             self._sleep(decode(body, Sleep), frontend)
         elif kind is Kind.RESET:
             self._served.reset()
+            self._send(frontend, Kind.REPORT, Report({}))
         elif kind is Kind.STOP:
             self._stopping = True
 

@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from ...compiler.artifacts.scratch import scratch_folder
 from ...config import EngineDeadError, EngineOptions, UserError
-from ...config.logs import LogStyle
+from ...config.process.logs import LogStyle
 from ..frontend.inputs import InputProcessor, Prompt, input_processor, read_tokenizer
 from ..frontend.loop import CheckedRequest, EngineLoop
 from ..frontend.outputs import RequestOutput
@@ -168,7 +168,7 @@ class EngineClient:
         Raises:
             EngineDeadError: an engine has ended.
         """
-        reports = await self.reports()
+        reports = await self.ask()
         await self.peers.ask("", [], None)
         return reports
 
@@ -282,44 +282,21 @@ class EngineClient:
             self.abort(stream)
             stream.fail(error)
 
-    async def report(self, replica: int = 0) -> dict[str, Any]:
-        """``Engine.report()`` of another process.
-
-        Raises:
-            EngineDeadError: an engine has ended.
-        """
-        return await self.ask(replica, Kind.REPORT)
-
-    async def ask(self, replica: int, kind: Kind, message: Struct | None = None) -> dict[str, Any]:
-        """The facts with which an engine answers.
+    async def ask(
+        self, kind: Kind = Kind.REPORT, message: Struct | None = None
+    ) -> list[dict[str, Any]]:
+        """What each engine answers: its ``Engine.report()``, or what it says to another kind.
 
         Raises:
             EngineDeadError: an engine has ended.
         """
         self._check_alive()
-        answer: asyncio.Future[dict[str, Any]] = self._event_loop.create_future()
-        self.replicas[replica].reports.append(answer)
-        self.replicas[replica].send(kind, message)
-        return await answer
-
-    async def reports(self) -> list[dict[str, Any]]:
-        """The report of each engine.
-
-        Raises:
-            EngineDeadError: an engine has ended.
-        """
-        return await asyncio.gather(*map(self.report, range(len(self.replicas))))
-
-    async def reset_prefix_cache(self) -> None:
-        """Have every engine forget all cached prefixes, and wait until they have.
-
-        Raises:
-            EngineDeadError: an engine has ended.
-        """
-        self._check_alive()
-        for replica in self.replicas:
-            replica.send(Kind.RESET)
-        await self.reports()  # an engine reads its messages in order
+        answers: list[asyncio.Future[dict[str, Any]]]
+        answers = [self._event_loop.create_future() for _ in self.replicas]
+        for replica, answer in zip(self.replicas, answers, strict=True):
+            replica.reports.append(answer)
+            replica.send(kind, message)
+        return await asyncio.gather(*answers)
 
     async def stop(self, timeout_s: float = 5.0) -> None:
         """End the processes, by force after ``timeout_s`` or if they have not started yet."""
@@ -346,7 +323,6 @@ class EngineClient:
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether an engine takes no requests until it is woken."""
         return any(counters.is_sleeping for counters in self.counters)
 
     def _stats(self) -> CoreStats:

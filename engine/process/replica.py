@@ -17,7 +17,7 @@ import zmq
 from msgspec import Struct
 
 from ...config import EngineOptions, UserError
-from ...config.logs import LogStyle
+from ...config.process.logs import LogStyle
 from ..ranks.lifetime import how_ended
 from .heartbeat import Heartbeat
 from .wire import (

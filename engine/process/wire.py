@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 from msgspec import Struct
 
-from ...config.logs import LogStyle
+from ...config.process.logs import LogStyle
 from ..messages.codec import decode, encode
 from ..messages.requests import AddRequest, CoreStats, RequestLimits
 
@@ -32,7 +32,7 @@ class Kind(IntEnum):
     QUESTION = 9  # from a frontend to another: Question
     ANSWER = 10  # its Answer
     SLEEP = 11  # to the engine: Sleep; answered by REPORT
-    RESET = 12  # to the engine, without a body: forget all cached prefixes
+    RESET = 12  # to the engine, without a body: forget all cached prefixes; answered by REPORT
 
 
 class Seat(Struct, frozen=True):

@@ -16,7 +16,9 @@ from itertools import count
 from threading import Event, Thread
 from typing import Any
 
-_log = logging.getLogger(__name__)
+from ...config.process.logs import PROGRESS
+
+_log = logging.getLogger(PROGRESS)
 _EVERY_S = 10.0
 
 

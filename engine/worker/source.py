@@ -189,7 +189,7 @@ def model_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
             ("weights/layers.{}.", KV_CACHE),
             "" if spec.has_embedding else first_input(spec),
         ),
-        partial(outside_calls, spec),
+        outside=partial(outside_calls, spec),
         experts=experts_of(spec),
     )
 

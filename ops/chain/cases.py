@@ -167,7 +167,7 @@ def _dense(draw: Draw, reduce: bool) -> Iterator[Case]:
     yield made.linear(40, 48).case("offset norm")
     if not reduce:
         made = _between(draw, (3,), 32, 48, reduce).linear(48, 32, bias=True).norm(bias=True)
-        yield made.linear(40, 48, bias=True).case("layer norm")
+        yield made.linear(40, 48, "relu", bias=True).case("layer norm, ReLU")
 
 
 def _post_normed(draw: Draw, label: str, reduce: bool) -> Case:
@@ -239,6 +239,17 @@ def _fp8(draw: Draw, reduce: bool, tolerances: Any) -> Iterator[Case]:
     yield made.case("FP8 block", tolerances)
 
 
+_LAYER_NORMED = (
+    (1, 768, 768, 3072, "relu", True),
+    (6, 768, 768, 3072, "gelu_new", True),
+    (7, 2048, 4096, 8192, "gelu", False),
+    (13, 4096, 4096, 2 * 2048, "silu", True),
+    (16, 2048, 2048, 4096, "relu2", True),
+)
+"""Layers between layer norms: rows, hidden size, in_features, inner size, activation, and whether
+the norms have a bias."""
+
+
 def _large(draw: Draw) -> Iterator[Case]:
     yield _pair(draw, "1 row, 8 MiB", (1,), 2048, 2048, 4096)
     yield _pair(draw, "7 rows, bias", (7,), 4096, 2048, 2049, bias=True)
@@ -247,6 +258,11 @@ def _large(draw: Draw) -> Iterator[Case]:
     yield _pair(draw, "16 rows, GELU", (16,), 8192, 1024, 2 * 4096, "gelu_tanh")
     yield _pair(draw, "8 rows, two biases", (8,), 4096, 2048, 2048, bias=True, first_bias=True)
     yield _pair(draw, "17 rows", (17,), 2048, 2048, 2048)
+    for rows, hidden, k, inner, act, bias in _LAYER_NORMED:
+        made = _between(draw, (rows,), k, hidden, False).linear(hidden, k, bias=True)
+        made.norm(bias=bias).linear(inner, hidden, act, bias=True).linear(hidden, inner)
+        made.norm(bias=bias).linear(3 * hidden, hidden)
+        yield made.case(f"{rows} rows, layer norms of {hidden}, {act}")
     made = _between(draw, (7,), 4096, 2048, False).linear(2048, 4096).add(Scale(factor=0.22))
     yield made.norm(offset=1.0).linear(2 * 2048, 2048, "silu").case("7 rows, product, offset norm")
     for rows in (1, 40):

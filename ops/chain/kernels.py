@@ -123,8 +123,8 @@ def _never_streams(stages: tuple[Any, ...]) -> str:
         return "the layer before the norm has an activation"
     if act and (second.activation is not None or second.group_size):
         return "activates no layer with scales of blocks"
-    if norm.center:
-        return "it is a layer norm"
+    if norm.center and any(layer.group_size is not None for layer in (first, second)):
+        return "joins no FP8 layers to a layer norm"
     if norm.reduce and len(stages) > 3 + len(act):
         return "a sum over ranks comes behind a product"
     return ""
@@ -145,9 +145,9 @@ def _stream_refuses(part: Part, target: Target) -> str:
     if reason := why_not_streamed(_stream_layers(part), part.rows, target):
         return reason
     at, norm = next((i, s) for i, s in enumerate(part.stages) if isinstance(s, AddNorm))
-    dtype = part.operands[at]["weight"].dtype
-    if dtype != part.state.total.dtype:
-        return f"the norm's weight is {dtype}"
+    for name, tensor in part.operands[at].items():
+        if tensor.dtype != part.state.total.dtype:
+            return f"the norm's {name} is {tensor.dtype}"
     if not norm.reduce:
         return ""
     world = peer_memory.world_of(part.state.group or "", target.device)
@@ -172,6 +172,7 @@ def _stream(part: Part) -> State | None:
         act[0].activation if act else second.activation,
         *(first_of.get("weight_scale"), second_of.get("weight_scale")),
         *(state.group if norm.reduce else None, _factor(part.stages), norm.offset or 0.0),
+        *(norm_of.get("bias"), norm.center),
     )
     y = y.view(*shape[:-1], y.shape[1])
     return state._replace(x=y, total=total.view(shape))

@@ -22,6 +22,7 @@ from ..core.desc import Cost, TensorDesc
 from ..core.op import SemanticOp
 from ..experts.fused_moe import OP as FUSED_MOE
 from ..experts.moe import Call as ExpertsCall, cost_of_call
+from ..linear.desc import columns_of
 from ..linear.linear import OP as LINEAR
 from ..norm.gated_act import GATED_ACTS
 from ..norm.quantize import QUANTIZE
@@ -139,10 +140,9 @@ class Linear(Stage):
 
     def measure(self, x: TensorDesc, operands: Operands) -> tuple[TensorDesc, Cost]:
         sums = TensorDesc(x.dtype, (*x.shape[:-1], operands["weight"].shape[0]))
-        y, flops = sums, 2 * x.numel * sums.shape[-1]
-        if self.activation is not None:
-            y, more = _halved(sums)
-            flops += more
+        columns = columns_of(self.activation, sums.shape[-1])
+        y = TensorDesc(x.dtype, (*x.shape[:-1], columns))
+        flops = 2 * x.numel * sums.shape[-1] + 5 * y.numel * (self.activation is not None)
         return y, Cost(nbytes(operands), flops)
 
 
@@ -179,8 +179,8 @@ class Act(Stage):
         return State(x, state.total, scale, state.group)
 
     def measure(self, x: TensorDesc, operands: Operands) -> tuple[TensorDesc, Cost]:
-        y, flops = _halved(x)
-        return y, Cost(0, flops if self.group_size is None else flops + 2 * y.numel)
+        y = TensorDesc(x.dtype, (*x.shape[:-1], x.shape[-1] // 2))
+        return y, Cost(0, (5 if self.group_size is None else 7) * y.numel)
 
     @cached_property
     def plain(self) -> Stage:
@@ -221,12 +221,6 @@ class Experts(Stage):
     def measure(self, x: TensorDesc, operands: Operands) -> tuple[TensorDesc, Cost]:
         cost = cost_of_call(self.call(x, operands))
         return x, Cost(cost.bytes - 2 * x.nbytes, cost.flops)
-
-
-def _halved(x: TensorDesc) -> tuple[TensorDesc, Any]:
-    """The result of a gated activation of x, and its operations."""
-    y = TensorDesc(x.dtype, (*x.shape[:-1], x.shape[-1] // 2))
-    return y, 5 * y.numel
 
 
 @dataclass(frozen=True)

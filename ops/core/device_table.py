@@ -200,17 +200,19 @@ def report(device: torch.device) -> dict[str, Any]:
 
 def notes(weights: Iterable[Weight], gpu: str, cublaslt: str) -> list[str]:
     """Lines on which tables a GPU may use, and which weights have algorithms in them."""
+    found: dict[str, list[str]] = {}
     lines = [
         f"device table ignored for algorithms: {why}" for why in ignored(gpu, cublaslt).values()
     ]
     tables = _with_algorithms(gpu, cublaslt)
     for weight in weights:
         operands, *shape = weight
-        found = [(a, t.file) for t in tables for a in t.algorithms if a.weight == weight]
-        ranges = sorted({(a.least_rows, a.most_rows) for a, _ in found})
-        text = "in no table: torch's own call serves it"
+        known = [(a, t.file) for t in tables for a in t.algorithms if a.weight == weight]
+        ranges = sorted({(a.least_rows, a.most_rows) for a, _ in known})
+        text = "in no table, so torch's own call serves"
         if ranges:
-            files = ", ".join(dict.fromkeys(file for _, file in found))
+            files = ", ".join(dict.fromkeys(file for _, file in known))
             text = f"{len(ranges)} ranges of {ranges[0][0]} to {ranges[-1][1]} rows in {files}"
-        lines.append(f"library algorithms for {operands} {shape}: {text}")
+        found.setdefault(text, []).append(f"{operands} {shape}")
+    lines += [f"library algorithms for {', '.join(w)}: {text}" for text, w in found.items()]
     return lines

@@ -1,4 +1,4 @@
-"""Describes the launches of the gated activations."""
+"""Describes the launches of activations, of which most are gated."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ def gated_activation(
     up_offset: float = 0.0,
     interleaved: bool = False,
 ) -> Launches[Tensor]:
-    """``gate_up`` is the gate alone where ``up`` is given; the rest is what a ``Gate`` has."""
-    intermediate = gate_up.shape[-1] // (2 if up is None else 1)
+    """``gate_up`` is the gate alone where ``up`` is given, and all there is if the activation gates
+    nothing; the rest is what a ``Gate`` has."""
+    gates = activation in ("silu", "gelu_tanh")
+    intermediate = gate_up.shape[-1] // (2 if gates and up is None else 1)
     out = torch.empty(
         (*gate_up.shape[:-1], intermediate), dtype=gate_up.dtype, device=gate_up.device
     )
@@ -49,6 +51,7 @@ def gated_activation(
         },
         constexprs={
             "ACTIVATION": activation,
+            "GATES": gates,
             "ALPHA": alpha,
             "LIMIT": limit,
             "UP_OFFSET": up_offset,

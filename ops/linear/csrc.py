@@ -16,7 +16,8 @@ from ..core.target import Target
 from .desc import BLOCK, LinearArgs, LinearDesc
 
 _LINE_BYTES = 128
-# Smaller weights are not measured; their time is that of launches rather than of bytes.
+# Smaller weights are not measured; their time is that of launches rather than of bytes, of which
+# layers that are joined have fewer.
 _LEAST_BYTES = 8 << 20
 _BLOCK_COLUMNS = 512
 _MOST_NORMED_ROWS = 16
@@ -41,7 +42,8 @@ def stream_rows(desc: LinearDesc) -> int:
     memory (docs/lab/linear.md).  It is 0 if the kernel cannot run, and for small weights.
     """
     row_bytes = _row_bytes(desc)
-    if row_bytes % _LINE_BYTES or desc.out_features * row_bytes < _LEAST_BYTES:
+    joined = desc.add or desc.prologue  # saves launches, whatever its size
+    if row_bytes % _LINE_BYTES or (desc.out_features * row_bytes < _LEAST_BYTES and not joined):
         return 0
     most = most_rows(f"stream {desc.weight_format}", desc.out_features)
     return min(most, _MOST_NORMED_ROWS) if desc.add or desc.prologue else most

@@ -14,7 +14,7 @@ import torch
 
 from ..core.desc import TensorDesc
 from ..core.float8 import E4M3
-from ..norm.gated_act import ACTIVATIONS
+from ..norm.gated_act import ACTIVATIONS, PLAIN_ACTS
 from .formats import (
     BLOCK as BLOCK,
     OUT_DTYPES,
@@ -38,7 +38,7 @@ class LinearDesc:
         prologue: "", or "norm": x is multiplied by a norm's weight already, and the kernel finds
             the norm's scale in sums of squares.
         bias: a bias is added before anything else.
-        activation: "", or the gated activation of the epilogue.
+        activation: "", or the activation of the epilogue: a gated or a plain one.
         add: the epilogue adds a residual, and makes what the prologue "norm" of the next takes.
         quantize: the epilogue quantizes to FP8 by a static scale.
     """
@@ -66,7 +66,12 @@ class LinearDesc:
     @property
     def columns(self) -> int:
         """Columns of the result."""
-        return self.out_features // 2 if self.activation else self.out_features
+        return columns_of(self.activation, self.out_features)
+
+
+def columns_of(activation: str | None, out_features: Any) -> Any:
+    """Columns of the result of a layer: half of its rows are ups if its activation is gated."""
+    return out_features // 2 if activation in ACTIVATIONS else out_features
 
 
 def format_of(x: Any, weight: Any, x_scale: Any, weight_scale: Any) -> WeightFormat:
@@ -152,7 +157,7 @@ def describe(
             f"linear: bias is {bias.dtype} {[*bias.shape]}, expected {dtype} [{out_features}]"
         )
     if activation is not None:
-        check_gate(activation, out_features)
+        check_activation(activation, out_features)
     if out_scale is not None and (
         tuple(out_scale.shape) != (1, 1) or out_scale.dtype != torch.float32 or len(x.shape) != 2
     ):
@@ -171,13 +176,14 @@ def describe(
     )
 
 
-def check_gate(activation: str, out_features: int) -> None:
-    """Raise ValueError unless such a weight has gate and up rows for a known activation."""
+def check_activation(activation: str, out_features: int) -> None:
+    """Raise ValueError if the activation is unknown, or gated and the rows of the weight are not
+    those of gate and up."""
+    if activation in PLAIN_ACTS:
+        return
     if activation not in ACTIVATIONS:
-        expected = " or ".join(map(repr, ACTIVATIONS))
-        raise ValueError(
-            f"a gated linear layer's activation is {activation!r}, expected {expected}"
-        )
+        expected = " or ".join(map(repr, (*ACTIVATIONS, *PLAIN_ACTS)))
+        raise ValueError(f"a linear layer's activation is {activation!r}, expected {expected}")
     if out_features % 2 == 1:
         raise ValueError(
             f"linear: weight has {out_features} rows, expected an even number: gate, then up"

@@ -51,6 +51,7 @@ class LinearKernel:
         run: computes a call of ``linear``; None if the tensors' addresses or strides do not fit.
         launches: the Triton launches of a call and its result, if it is a Triton kernel.
         fuses: whether it runs the epilogue too; else a kernel of its own follows.
+        scaled: whether it is only for weights with scales; no choice for others names it.
     """
 
     name: str
@@ -58,6 +59,7 @@ class LinearKernel:
     run: Callable[..., Tensor | None]
     launches: Callable[..., Launches[Tensor]] | None = None
     fuses: bool = False
+    scaled: bool = False
     parameters: Callable[[LinearDesc, int, Target], str] = nothing
 
 
@@ -70,7 +72,9 @@ def select(
 ) -> Choice:
     """Choose the kernel for a linear layer with so many rows, of those of its format unless
     others are given; raises NoKernelError with their reasons if all refuse."""
-    return _choose(desc, rows, target, kernels or kernels_of(desc.weight_format), of)
+    every = kernels or kernels_of(desc.weight_format)
+    own = every if desc.format.scaled else [kernel for kernel in every if not kernel.scaled]
+    return _choose(desc, rows, target, own, of)
 
 
 def _algorithm_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
@@ -182,6 +186,29 @@ def _dequantize(q: Tensor, scale: Tensor) -> Tensor:
     return q.float() * scale
 
 
+_BY_CUBLASLT = {"relu": False, "gelu_new": True}
+"""Activations that cuBLASLt applies to the sums with their bias, and whether each is a GELU."""
+
+
+def _activating_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
+    if target.device.type == "cpu":
+        return "activates on a GPU"
+    if desc.activation not in _BY_CUBLASLT or not desc.bias or desc.quantize:
+        return f"activates a layer with a bias by {' or '.join(_BY_CUBLASLT)}, and does no more"
+    if desc.format.scaled:
+        return "its weight has scales"
+    return _library_refuses(desc, rows, target)
+
+
+def _run_activating(*args: Any) -> Tensor:
+    call = LinearArgs(*args)
+    x = call.x.reshape(-1, call.x.shape[-1])
+    activates = torch.ops.aten._addmm_activation.default
+    is_gelu = _BY_CUBLASLT[str(call.activation)]
+    y: Tensor = activates(call.bias, x, call.weight.t(), use_gelu=is_gelu)
+    return y.view(*call.x.shape[:-1], y.shape[1])
+
+
 def _dequantizing_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
     if not desc.format.stored:
         return "its weight is not stored in a format of its own"
@@ -202,11 +229,16 @@ CLUSTER = LinearKernel("cluster_linear", csrc.cluster_refuses, csrc.cluster)
 ALGORITHM = LinearKernel(
     "cuBLASLt", _algorithm_refuses, _cublaslt_linear.run, parameters=_algorithm
 )
-TILED = LinearKernel("_linear_fp8_kernel", _tiled_refuses, run_launches(plan_tiled), plan_tiled)
+TILED = LinearKernel(
+    "_linear_fp8_kernel", _tiled_refuses, run_launches(plan_tiled), plan_tiled, scaled=True
+)
+ACTIVATING = LinearKernel(
+    "cuBLASLt with activation", _activating_refuses, _run_activating, fuses=True
+)
 LIBRARY = LinearKernel("cuBLAS", _library_refuses, library)
 DEQUANTIZING = LinearKernel("dequantize, cuBLAS", _dequantizing_refuses, _run_dequantizing)
 
-KERNELS = (STREAM, CLUSTER, ALGORITHM, TILED, LIBRARY, DEQUANTIZING)
+KERNELS = (STREAM, CLUSTER, ALGORITHM, TILED, ACTIVATING, LIBRARY, DEQUANTIZING)
 """Every kernel in order of preference: the first that does not refuse is chosen."""
 WITHOUT_CSRC = KERNELS[2:]
 UNMEASURED = KERNELS[3:]

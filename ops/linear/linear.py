@@ -24,9 +24,9 @@ from ..core.launch import Launches
 from ..core.op import Implementation, SemanticOp, dispatched, on_cpu, on_gpu, triton, with_defaults
 from ..core.target import Target
 from ..core.tiles import cdiv
-from ..norm.gated_act import GATED_ACTS
+from ..norm.gated_act import PLAIN_ACTS, activate
 from ..norm.quantize import quantize_static, refuses_device
-from .desc import LinearArgs, LinearDesc, describe
+from .desc import LinearArgs, LinearDesc, columns_of, describe
 from .kernels import (
     KERNELS,
     LIBRARY,
@@ -71,7 +71,8 @@ def linear(
         out_dtype: what sums are rounded to: float32, bfloat16 or float16 for FP8 operands, else
             x's dtype or None.
         activation: None, or "silu" or "gelu_tanh" (Shazeer, 2020, GLU Variants, eq. 6): the
-            weight's rows are I of gate, then I of up, and the result is ``act(gate) * up``.
+            weight's rows are I of gate, then I of up, and the result is ``act(gate) * up``; or
+            "relu", "relu2" (its square), "gelu" or "gelu_new" (by tanh), of every sum.
         out_scale: [1, 1] float32: the result is quantized by it, as ``quant_fp8_static`` does.
         weight_zero: zero points, of a ``weight_format`` that has them.
         weight_format: None, or the name of an admitted format (``admit_weight_format``).  It says
@@ -99,7 +100,7 @@ def _define(gemm: Gemm, *args: Any) -> Tensor:
 
 def _finish(y: Tensor, activation: str | None, out_scale: Tensor | None) -> Tensor:
     """The epilogue in plain ATen."""
-    y = y if activation is None else GATED_ACTS[activation, ""].reference(y)
+    y = y if activation is None else activate(y, activation)
     return y if out_scale is None else quantize_static(y, out_scale)
 
 
@@ -240,6 +241,9 @@ def _cases(draw: Draw) -> Iterator[Case]:
     yield call("SiLU with bias, odd M, I, K", (19,), 2 * 37, 77, bias=True, activation="silu")
     yield call("SiLU, three dimensions", (2, 3), 2 * 40, 32, activation="silu")
     yield call("SiLU, no rows", (0,), 2 * 16, 32, activation="silu")
+    for activation in PLAIN_ACTS:
+        yield call(f"{activation} with bias", (3,), 48, 64, True, activation)
+    yield call("relu, odd M, N, K", (19,), 37, 77, activation="relu")
     yield call("quantized", (7,), 48, 64, quantize=True)
     yield call("GELU, quantized", (3,), 2 * 24, 64, activation="gelu_tanh", quantize=True)
     yield from _fp8_cases(draw)
@@ -256,6 +260,8 @@ def _cases(draw: Draw) -> Iterator[Case]:
         yield call("SiLU, 13 rows", (1, 13), 2 * 3072, 1024, bias=True, activation="silu")
         yield call("SiLU, 32 rows", (32,), 2 * 15001, 192, activation="silu")
         yield call("SiLU, 33 rows", (33,), 2 * 2048, 2048, activation="silu")
+        for activation in PLAIN_ACTS:
+            yield call(f"{activation}, 7 rows", (7,), 4099, 1088, True, activation)
         yield call("quantized, 5 rows", (5,), 4096, 2048, bias=True, quantize=True)
 
 
@@ -341,14 +347,14 @@ def _cost(call: OpDesc) -> Cost:
     if call["weight_format"] is not None:
         desc = describe_op(call)
         out_features, in_features = desc.out_features, desc.in_features
-    gated, quantized = (call[name] is not None for name in ("activation", "out_scale"))
+    activated, quantized = (call[name] is not None for name in ("activation", "out_scale"))
     rows = x.numel // in_features
     read = sum(value.nbytes for _, value in call.args if isinstance(value, TensorDesc))
-    written = rows * (out_features // 2 if gated else out_features)
+    written = rows * columns_of(call["activation"], out_features)
     size = 1 if quantized else (call["out_dtype"] or x.dtype).itemsize
     return Cost(
         bytes=read + written * size,
-        flops=2 * rows * out_features * in_features + (5 * gated + quantized) * written,
+        flops=2 * rows * out_features * in_features + (5 * activated + quantized) * written,
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,6 +150,21 @@ ACTIVATIONS = {
     "gelu_tanh": Activation("GELU", _gelu_tanh),
 }
 """The axis "activation", by the name that kernels and fused ops know."""
+
+PLAIN_ACTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+}
+"""The activations that gate nothing, of a linear layer's sums."""
+
+
+def activate(y: Tensor, activation: str) -> Tensor:
+    """The activation of y, gated or not, in plain ATen."""
+    if (plain := PLAIN_ACTS.get(activation)) is not None:
+        return plain(y.float()).to(y.dtype)
+    return _gated(activation, y, None)
 
 
 def _gated(activation: str, gate_up: Tensor, up: Tensor | None, *attributes: Any) -> Tensor:

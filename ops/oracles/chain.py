@@ -9,7 +9,7 @@ from ..chain.stages import Act, Experts, Linear, Stage, parse
 from ._call import Call, Expected, Floats, rounded
 from .experts import fused_moe
 from .linear import dequantized, matmul
-from .norms import gated, layer_normed, normed, quantized
+from .norms import activated, gated, layer_normed, normed, quantized
 
 _ABSENT = ("correction_bias", "gate_up_scale", "down_scale", "shared", "gate_up_input_scale",
            "down_input_scale", "first_expert")  # fmt: skip
@@ -50,4 +50,4 @@ def _made(stage: Stage, operands: Any, x: Floats, call: Call) -> Floats:
         q = quantized(x, stage.group_size)
         x, weight = dequantized(q[0], q[1]), dequantized(weight, operands["weight_scale"])
     y = matmul(x, weight, operands.get("bias"))
-    return y if stage.activation is None else gated(rounded(y, dtype), None, stage.activation)
+    return y if stage.activation is None else activated(rounded(y, dtype), stage.activation)

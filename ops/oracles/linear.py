@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ._call import Call, Expected, Floats, rounded
-from .norms import gated, quantized
+from .norms import activated, quantized
 
 _GROUP = 128
 
@@ -36,5 +36,5 @@ def linear(call: Call) -> Expected:
     dtype: Any = call["out_dtype"] or call.dtypes["x"]
     y = matmul(x, weight, call["bias"])
     if call["activation"] is not None:
-        y = gated(rounded(y, dtype), None, call["activation"])
+        y = activated(rounded(y, dtype), call["activation"])
     return {0: y} if call["out_scale"] is None else quantized(rounded(y, dtype), call["out_scale"])

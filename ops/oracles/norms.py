@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,24 @@ def gelu_tanh(x: Floats) -> Floats:
     return y
 
 
+def gelu(x: Floats) -> Floats:
+    """x times the normal distribution function (Hendrycks and Gimpel, 2016, section 2)."""
+    return x * (1 + torch.erf(torch.from_numpy(x / np.sqrt(2))).numpy()) / 2  # type: ignore[no-any-return]
+
+
 ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh}
+_PLAIN: dict[str, Callable[[Floats], Floats]] = {
+    "relu": lambda x: np.where(x < 0, 0, x),
+    "relu2": lambda x: np.where(x < 0, 0, x * x),
+    "gelu": gelu,
+    "gelu_new": gelu_tanh,
+}
+
+
+def activated(y: Floats, activation: str) -> Floats:
+    """A linear layer's activation of its sums, which are gate and up where it gates."""
+    plain = _PLAIN.get(activation)
+    return gated(y, None, activation) if plain is None else plain(y)
 
 
 def gated(gate_up: Floats, up: Floats | None, activation: str) -> Floats:

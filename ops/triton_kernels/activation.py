@@ -1,4 +1,5 @@
-"""Gated activations: ``act(gate) * up`` from one packed row of gate and up, or from a row of each.
+"""Activations: ``act(gate) * up`` from one packed row of gate and up, or from a row of each; or
+``act(x)``.
 
 Bandwidth-bound: a row of 2 * I elements is read and I are written.  Each thread has two loads of
 16 bytes in flight.
@@ -46,10 +47,22 @@ def gated(gate, up, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def plain(x, ACTIVATION: tl.constexpr):
+    """``act(x)`` in float32."""
+    if ACTIVATION == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_new":
+        return gated(x, 1.0, ACTIVATION)
+    else:
+        positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        return positive * positive if ACTIVATION == "relu2" else positive
+
+
+@triton.jit
 def _gated_activation_kernel(
     gate_up_ptr, up_ptr, out_ptr, intermediate, row_stride, up_row_stride, ACTIVATION: tl.constexpr,
-    ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr
+    GATES: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr
 ):  # fmt: skip
     start_next_and_wait(PROGRAMMATIC)
     # Neighbours in the grid are neighbours in memory: 4 % faster than rows first.
@@ -62,6 +75,9 @@ def _gated_activation_kernel(
         both = tl.program_id(0) % PARTS * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
         packed = to_float32(tl.load(gate_ptr + both, mask=both < 2 * intermediate, other=0.0))
         gate, up = tl.split(tl.reshape(packed, (BLOCK, 2)))
+    elif not GATES:
+        gate = to_float32(tl.load(gate_ptr + cols, mask=mask, other=0.0))
+        up = 1.0
     else:
         if up_ptr is None:
             up_ptr = gate_ptr + intermediate
@@ -75,7 +91,9 @@ def _gated_activation_kernel(
         up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
     if UP_OFFSET != 0:
         up += UP_OFFSET
-    if ALPHA != 1:
+    if not GATES:
+        out = plain(gate, ACTIVATION)
+    elif ALPHA != 1:
         out = gate * logistic(ALPHA * gate) * up
     else:
         out = gated(gate, up, ACTIVATION)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...config import UserError
-from ..console.flags import Json, strings
-from ..console.report import checks_table
+from ..console.flags import Json, Verbose, strings
+from ..console.report import checks_table, titled
 from ..console.table import table
 
 if TYPE_CHECKING:
@@ -84,8 +84,10 @@ def ls(folders: _Folders = None, json_output: Json = False) -> None:
 
 
 @app.command("show")
-def show(key: _Key, folders: _Folders = None, json_output: Json = False) -> None:
-    """Print all that an artifact says of itself."""
+def show(
+    key: _Key, folders: _Folders = None, json_output: Json = False, verbose: Verbose = False
+) -> None:
+    """Print what an artifact says of itself: files, factors, rewrites; --verbose: all of it."""
     from ...compiler.artifacts.signing import signer
 
     artifact = _store(folders).get(key)
@@ -100,12 +102,15 @@ def show(key: _Key, folders: _Folders = None, json_output: Json = False) -> None
     files = [
         [n, str(f.num_bytes), f.sha256[:12]] for n, f in sorted(artifact.manifest.files.items())
     ]
-    typer.echo("\n" + table([["file", "bytes", "SHA-256"], *files]))
+    rows = [["file", "bytes", "SHA-256"], *files]
+    typer.echo("\n" + titled("Files of the artifact, each checked by its digest at a start.", rows))
     factors = [[name, value] for name, value in sorted(artifact.manifest.factors.items())]
-    typer.echo("\n" + table([["factor", "value"], *factors]))
-    if checks := _checks(facts["report"]):
+    rows = [["factor", "value"], *factors]
+    typer.echo("\n" + titled("Factors of its key: a start where one differs compiles anew.", rows))
+    if checks := _checks(facts["report"], verbose):
         typer.echo("\n" + checks)
-    typer.echo("\nreport: " + json.dumps(facts["report"], indent=1, sort_keys=True))
+    if verbose:
+        typer.echo("\nreport: " + json.dumps(facts["report"], indent=1, sort_keys=True))
 
 
 @app.command("verify")
@@ -296,12 +301,12 @@ def _listed(entry: Listed) -> dict[str, Any]:
     }
 
 
-def _checks(report: dict[str, Any]) -> str:
+def _checks(report: dict[str, Any], verbose: bool) -> str:
     """The table of verified rewrites; "" for a report that this version did not write."""
     from ...compiler.artifacts.artifact import printable
 
     try:
-        lines = checks_table(report.get("passes", ())).split("\n")
+        lines = checks_table(report.get("passes", ()), verbose=verbose).split("\n")
     except (AttributeError, KeyError, TypeError, ValueError):
         return ""
     return "\n".join(map(printable, lines))

@@ -59,7 +59,7 @@ def _say(result: AotResult, json_output: bool) -> None:
     verb = "compiled" if result.compiled.built else "found"
     typer.echo(f"{verb} {result.label}\n{artifact.path}")
     typer.echo(startup_table(result.startup.to_json(), result.compiled.seconds))
-    typer.echo(checks_line(artifact.manifest.report["passes"]))
+    typer.echo(checks_line(artifact.manifest.report["passes"], artifact.manifest.key))
     for item in result.left:
         typer.echo(f"left to the first start: {item}")
     if result.dump is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...config import UserError
-from ...engine.frontend.start_log import ready_s, startup_line
+from ...engine.frontend.engine_log import ready_s, startup_line
 from ..console.flags import engine_flags
 from ..console.options import check_finished, checked, load, stream
 from ..console.report import level_line, passes_table

@@ -12,7 +12,7 @@ import typer
 
 from ...config import LEVELS, PASSES, Level, UserError
 from ...config.numbers import check_counts
-from ..console.flags import Json, TargetSm, model_flags
+from ..console.flags import Json, TargetSm, Verbose, model_flags
 from ..console.options import checked, writable
 from ..console.table import table
 from .explain_text import difference_text, explanation
@@ -40,6 +40,17 @@ class Explained:
         check_counts(1, batch=self.batch, context=self.context)
 
 
+@dataclass(frozen=True)
+class Shown:
+    """Flags of how the explanation is shown."""
+
+    graphs: Annotated[
+        bool, typer.Option("--graphs", help="Print the graph of a layer, before and after.")
+    ] = False
+    html: Annotated[Path | None, typer.Option(help="Write all of it to this HTML file.")] = None
+    verbose: Verbose = False
+
+
 @model_flags
 def explain(
     engine: dict[str, Any],
@@ -57,12 +68,7 @@ def explain(
         str | None,
         typer.Option("--against", metavar="LEVEL", help="How another level, such as -O3, differs."),
     ] = None,
-    graphs: Annotated[
-        bool, typer.Option("--graphs", help="Print the graph of a layer, before and after.")
-    ] = False,
-    html: Annotated[
-        Path | None, typer.Option("--html", help="Write all of it to this HTML file.")
-    ] = None,
+    shown: Shown,
     json_output: Json = False,
 ) -> None:
     """Explain what a model's compilation does, and what the levels turn on."""
@@ -70,7 +76,7 @@ def explain(
         every_level = {f"-O{number}": asdict(level) for number, level in LEVELS.items()}
         typer.echo(json.dumps(every_level) if json_output else levels_table())
         return
-    writable("html", html)
+    writable("html", shown.html)
     every = [checked(asked) for asked in (engine, *_other(engine, against))]
     from ...compiler.inspect.diff import differences
     from ...engine.explain import explain_model
@@ -84,15 +90,15 @@ def explain(
     ]
     label, facts = told[0]
     difference = differences(*map(_by_level, told)) if len(told) > 1 else None
-    if html is not None:
-        _write(html, page(label, facts, difference))
+    if shown.html is not None:
+        _write(shown.html, page(label, facts, difference))
     if json_output:
         record = {"label": label, **facts.to_json()}
         typer.echo(json.dumps(record | ({"against": asdict(difference)} if difference else {})))
     elif difference is not None:
         typer.echo(difference_text(difference))
     else:
-        typer.echo(explanation(label, facts, graphs=graphs))
+        typer.echo(explanation(label, facts, graphs=shown.graphs, verbose=shown.verbose))
     missed = [
         f"{entry['name']}: {miss['site']} ({miss['reason']})"
         for entry in facts.passes
@@ -144,7 +150,13 @@ def levels_table() -> str:
         rows.append([name, *map(value, LEVELS.values())])
     for name in PASSES:
         rows.append([name, *(_yes(name in level.passes) for level in LEVELS.values())])
-    return f"{table(summaries, heading=False)}\n\n{table(rows)}"
+    parts = [
+        "The levels, from the least to the most that is done ahead of time:",
+        table(summaries, heading=False),
+    ]
+    return "\n\n".join(
+        [*parts, "What each level turns on, and the passes that it runs:", table(rows)]
+    )
 
 
 def _yes(on: bool) -> str:

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .explain_text import (
+    SENTENCES,
     choice_rows,
     fusion_rows,
     layer_rows,
+    layer_sentence,
     piece_rows,
     range_lines,
     site_rows,
@@ -31,6 +33,7 @@ def page(label: str, facts: Explanation, against: Differences | None = None) -> 
     layers: list[dict[str, Any]] = [
         {
             "title": layer.title,
+            "sentence": layer_sentence(layer),
             "rows": layer_rows(layer),
             "ranges": list(range_lines(layer)),
             "before": "\n".join(layer.before),
@@ -41,6 +44,7 @@ def page(label: str, facts: Explanation, against: Differences | None = None) -> 
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     return template.from_string(_TEMPLATE.read_text()).render(
         label=label,
+        say=SENTENCES,
         facts=facts,
         summary=step_line(facts),
         stages=stage_rows(facts) if facts.stages else [],

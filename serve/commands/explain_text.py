@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ..console.report import checks_table
+from ..console.report import checks_table, titled
 from ..console.table import line_width, table, wrap
 
 if TYPE_CHECKING:
@@ -13,20 +13,59 @@ if TYPE_CHECKING:
     from ...compiler.inspect.explain import Explanation, LayerFacts, OpFacts
 
 
-def explanation(label: str, facts: Explanation, *, graphs: bool = False) -> str:
-    """All of it: sites, fusions, pieces, choices, layers, the whole step; with ``graphs`` also
-    the graph of a layer of each kind, before and after."""
-    checks = checks_table(facts.passes)
-    stages = [table(stage_rows(facts))] if facts.stages else []
-    parts = [label, *stages, site_table(facts), *([checks] if checks else []), fusion_table(facts)]
-    parts += [table(piece_rows(facts)), table(choice_rows(facts))]
+SENTENCES = {
+    "stages": "Stages of the pipeline, and what a rank of each sends in this step.",
+    "sites": "Where passes join neighbouring ops into one kernel, and where they do not. A site is "
+    "matched, missed with the reason, off because its pass does not run, or alone: no pass has a "
+    "partner for it.",
+    "fusions": "What runs together as one kernel, and how many calls of this model do; where no "
+    "kernel can, the reason.",
+    "pieces": "Between its attention calls the model is cut into pieces; equal ones share their "
+    "code. Direct code calls the kernels one by one, Inductor writes kernels of its own.",
+    "choices": "The implementation of each op; in brackets, why those that go before it were not "
+    "chosen.",
+    "layer": "What {} in this step: kernel launches, bytes moved and operations.",
+    "ranges": "The kernels that run, by the number of tokens in a step.",
+    "notes": "What to know about these figures:",
+}
+"""Says what each part of an explanation is, for someone who sees it for the first time."""
+
+
+def explanation(
+    label: str, facts: Explanation, *, graphs: bool = False, verbose: bool = False
+) -> str:
+    """All of it: the step, sites, fusions, layers, pieces, choices; with ``graphs`` also the graph
+    of a layer of each kind, before and after, and with ``verbose`` the errors of verification."""
+    checks = checks_table(facts.passes, verbose=verbose)
+    parts = [label, step_line(facts)]
+    if facts.stages:
+        parts.append(titled(SENTENCES["stages"], stage_rows(facts)))
+    parts += [_told("sites", site_rows(facts), "No pass has a site here."), checks]
+    parts.append(_told("fusions", fusion_rows(facts), "No call of this model is such a fusion."))
     for layer in facts.layers:
-        parts += [table(layer_rows(layer)), *range_lines(layer)]
+        parts.append(titled(layer_sentence(layer), layer_rows(layer)))
+        if lines := list(range_lines(layer)):
+            parts.append("\n".join([SENTENCES["ranges"], *lines]))
         if graphs:
             for when, drawn in (("before", layer.before), ("after", layer.after)):
                 parts.append("\n".join([f"{layer.title}, {when} the passes:", *drawn]))
-    parts.append("\n".join([step_line(facts), *facts.notes]))
-    return "\n\n".join(_fitting(part) for part in parts)
+    parts.append(titled(SENTENCES["pieces"], piece_rows(facts)))
+    parts.append(titled(SENTENCES["choices"], choice_rows(facts)))
+    if facts.notes:
+        parts.append("\n".join([SENTENCES["notes"], *(f"- {note}" for note in facts.notes)]))
+    return "\n\n".join(_fitting(part) for part in parts if part)
+
+
+def _told(part: str, rows: list[list[str]], without: str) -> str:
+    return titled(SENTENCES[part], rows) if len(rows) > 1 else without
+
+
+def layer_sentence(layer: LayerFacts) -> str:
+    if not layer.layers:
+        does = "runs outside of the layers"
+    else:
+        does = f"{'each of ' if len(layer.layers) > 1 else ''}{layer.title} does"
+    return SENTENCES["layer"].format(does)
 
 
 def _fitting(text: str) -> str:
@@ -36,12 +75,21 @@ def _fitting(text: str) -> str:
 
 
 def step_line(facts: Explanation) -> str:
-    """A line on the launches, bytes and operations of a whole step."""
+    """A sentence on the launches, bytes and operations of a whole step."""
+    launches = f"takes {facts.launches} kernel launches"
+    if facts.launches is None:
+        launches = "takes kernel launches whose number is not known before it is compiled"
+    sequences = "1 sequence" if facts.num_seqs == 1 else f"{facts.num_seqs} sequences"
     return (
-        f"a decode step of {facts.num_seqs} x {facts.context} tokens of context: "
-        f"{count(facts.launches)} launches, {facts.bytes / 1e9:.2f} GB, "
-        f"{facts.flops / 1e12:.3f} TFLOP"
+        f"A decode step of {sequences} with {facts.context} tokens of context {launches}, moves "
+        f"{_scaled(facts.bytes)}B and computes {_scaled(facts.flops)}FLOP."
     )
+
+
+def _scaled(number: int) -> str:
+    """A number in the prefix of its size: 0.27 G, 14.5 M."""
+    scale, prefix = next((s, p) for s, p in ((1e12, "T"), (1e9, "G"), (0, "M")) if number >= s)
+    return f"{number / (scale or 1e6):.3g} {prefix}"
 
 
 def stage_rows(facts: Explanation) -> list[list[str]]:
@@ -84,16 +132,12 @@ def site_table(facts: Explanation) -> str:
 
 
 def fusion_rows(facts: Explanation) -> list[list[str]]:
+    """The fusions that the model has, and those that nobody can have, under a heading."""
     rows = [["together", "one op", "calls", "why not"]]
     for fusion, calls in facts.fusions:
-        rows.append([fusion.name, fusion.op or "-", str(calls) if calls else "", fusion.reason])
+        if calls or fusion.reason:
+            rows.append([fusion.name, fusion.op or "-", str(calls or "-"), fusion.reason])
     return rows
-
-
-def fusion_table(facts: Explanation) -> str:
-    """The fusions that the model has, and those that nobody can have."""
-    head, *rows = fusion_rows(facts)
-    return table([head, *(row for row in rows if row[2] or row[3])])
 
 
 def layer_rows(layer: LayerFacts) -> list[list[str]]:
@@ -145,5 +189,5 @@ def millions(number: int) -> str:
 
 
 def difference_text(differences: Differences) -> str:
-    tables = [table(rows) for _, rows in differences.tables()]
+    tables = [titled(sentence, rows) for sentence, rows in differences.tables()]
     return "\n\n".join(tables) or f"{differences.left} and {differences.right} do the same"

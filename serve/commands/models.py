@@ -16,11 +16,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...config import LEVELS, UserError
+from ..console.flags import Verbose
 from ..console.options import writable
-from ..console.table import table
+from ..console.report import titled
 
 if TYPE_CHECKING:
     from ...engine.check_model import ModelCheck
+
+_SENTENCE = (
+    "The logits of each model beside those of its own code, which are equal within tolerance: run "
+    "eagerly, after the passes rewrote its graph, and by its adapter where it has one. Then which "
+    "sites the passes matched, of those that they expect, and which ops no kernel of ours does."
+)
 
 app = typer.Typer(
     rich_markup_mode=None, help="Prove models of transformers against their own code."
@@ -47,6 +54,7 @@ def check(
         str, typer.Option("-O", metavar="LEVEL", help="Level whose passes rewrite the graph.")
     ] = "2",
     jobs: Annotated[int, typer.Option("--jobs", help="Processes that check models.")] = 1,
+    verbose: Verbose = False,
     output: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all that was found here.")
     ] = None,
@@ -74,33 +82,35 @@ def check(
             "models": [each.to_json() for each in checks],
         }
         output.write_text(json.dumps(record, indent=1) + "\n")
-    for line in _lines(checks):
+    for line in _lines(checks, verbose):
         typer.echo(line)
     if any(each.outcome in (DIFFERS, FAILED) for each in checks):
         raise typer.Exit(1)
 
 
-def _lines(checks: list[ModelCheck]) -> Iterator[str]:
+def _lines(checks: list[ModelCheck], verbose: bool) -> Iterator[str]:
     equal = [each for each in checks if each.outcome == "equal"]
     if equal:
         rows = [["model", "eager", "rewritten", "adapter", "sites matched", "left to a compiler"]]
         rows += [
             [
                 each.name,
-                *map(_error, (each.eager_error, each.error, each.adapter_error)),
+                *(_error(e, verbose) for e in (each.eager_error, each.error, each.adapter_error)),
                 ", ".join(f"{kind} {a}/{b}" for kind, (a, b) in each.sites.items()),
                 ", ".join(f"{op} {count}" for op, count in each.plain.items()) or "-",
             ]
             for each in equal
         ]
-        yield table(rows)
+        yield titled(_SENTENCE, rows)
     yield from (f"{each.outcome}: {each.why}" for each in checks if each.outcome != "equal")
     if len(checks) > 1:
         yield f"{len(equal)} of {len(checks)} are equal"
 
 
-def _error(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1e}"
+def _error(value: float | None, verbose: bool) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1e}" if verbose else "equal"
 
 
 @contextmanager

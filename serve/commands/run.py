@@ -71,9 +71,9 @@ def run(
             f"{ids.where}: --chat needs prompts of text: prompt_token_ids are past its template"
         )
     params = [_params(p, sampling) for p in prompts]
-    for given, asked in zip(prompts, params, strict=True):
+    for each, asked in zip(prompts, params, strict=True):
         if not json_output and (asked.logprobs, asked.prompt_logprobs) != (None, None):
-            where = f"{given.where}: " if given.where else ""
+            where = f"{each.where}: " if each.where else ""
             raise UserError(
                 f"{where}logprobs are shown with --json alone; give it, or ask for none"
             )

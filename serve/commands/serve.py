@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 import typer
 
 from ...config import MachineError, UserError
-from ...config.logs import LEVELS, VARIABLE, LogStyle, level_of_environment
 from ...config.numbers import check_counts, check_number
+from ...config.process.logs import LEVELS, VARIABLE, LogStyle, level_of_environment
 from ...engine.ranks.torchrun import join_torchrun
 from ..console.flags import model_flags, strings
 from ..console.options import checked
@@ -197,10 +197,10 @@ def serve(
         raise UserError(f"tool_call_parser={tool_call_parser!r}: expected one of {parsers}")
     keys = _keys("api_key", access.api_key or [], access.api_key_file)
     admin_keys = _keys("admin_api_key", access.admin_api_key or [], access.admin_api_key_file)
-    life, state = _import()
+    life, server_settings = _import()
     from ...model_executor.hf_config import served_name  # options were checked with it
 
-    settings = state.Settings(
+    settings = server_settings.Settings(
         model_names=tuple(served_model_name or [served_name(options.model)]),
         api_keys=keys,
         admin_keys=admin_keys,
@@ -214,7 +214,7 @@ def serve(
         otlp_endpoint=_collector(otlp_endpoint),
         strict_fields=limits.strict_fields,
         tool_format=None if tool_call_parser == "auto" else tool_call_parser,
-        log=state.LogSettings(
+        log=server_settings.LogSettings(
             style=log.style(),
             answers=not log.disable_uvicorn_access_log,
             without=strings(log.disable_access_log_for_endpoints),
@@ -232,14 +232,14 @@ def _import() -> tuple[Any, Any]:
     """The modules that serve HTTP, which import packages that the engine does not need."""
     try:
         from ..http import life
-        from ..http.jobs import state
+        from ..http.jobs import settings
     except ModuleNotFoundError as error:
         if error.name not in _EXTRA:
             raise
         raise MachineError(
             f"the server needs the package {error.name}: pip install 'fusewright[serve]'"
         ) from error
-    return life, state
+    return life, settings
 
 
 def _collector(url: str | None) -> str | None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
+import signal
 import sys
 import traceback
 from typing import Any, NoReturn, TextIO
@@ -18,6 +20,8 @@ import typer
 from ...config import MachineError, UserError, VerificationError
 
 MISTAKE, FAILED, INTERRUPTED = 2, 1, 130
+READER_GONE = 128 + signal.SIGPIPE
+"""Whoever reads stdout has seen enough, as ``head`` has: no mistake, and nothing to say of it."""
 
 
 def open_missing_streams() -> None:
@@ -74,6 +78,8 @@ def report(error: BaseException, *, debug: bool) -> int:
 def _explain(error: BaseException) -> tuple[int, str]:
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, ""
+    if isinstance(error, BrokenPipeError) and _reader_is_gone():
+        return READER_GONE, ""
     if isinstance(error, MachineError):
         return FAILED, str(error)
     if isinstance(error, UserError):
@@ -108,9 +114,16 @@ def _was_printing(error: OSError) -> bool:
     return False
 
 
+def _reader_is_gone() -> bool:
+    """Whether stdout is a pipe that nobody reads any more."""
+    with contextlib.suppress(OSError, ValueError):
+        poll = select.poll()
+        poll.register(sys.stdout, select.POLLOUT)
+        return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+    return False
+
+
 def _words(error: OSError) -> str:
-    if error.errno == errno.EPIPE:
-        return "was closed by its reader"
     if error.errno == errno.EBADF:
         return "is closed"
     return f"cannot be written: {error.strerror}"

@@ -30,6 +30,9 @@ _Model = Annotated[
 TargetSm = Annotated[
     int | None, typer.Option(help="For this compute capability, such as 90, in place of the GPU's.")
 ]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", help="Print errors as numbers, and all that was recorded.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON; all else goes to stderr.")]
 
 

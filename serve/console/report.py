@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from .table import line_width, table, wrap
@@ -70,27 +70,38 @@ def passes_table(passes: Iterable[Mapping[str, Any]], stream: TextIO | None = No
     return "\n".join(parts) or "no passes at this level"
 
 
-def checks_table(passes: Iterable[Mapping[str, Any]]) -> str:
-    """Each distinct rewrite that was run, before against after: largest errors, and those that its
-    rule declares; "" if none was."""
-    rows = [["verified", "site", "max abs error", "max rel error", "atol", "rtol", "seed"]]
+_ERRORS = {"max abs error": "max_abs", "max rel error": "max_rel", "atol": "atol", "rtol": "rtol"}
+
+
+def checks_table(passes: Iterable[Mapping[str, Any]], *, verbose: bool = False) -> str:
+    """Each distinct rewrite that was run, before against after, under a sentence; "" if none was.
+    With ``verbose`` also the largest errors, and those that its rule declares."""
+    rows = [["pass", "site", "outputs", *([*_ERRORS, "seed"] if verbose else [])]]
     for entry in passes:
         for check in entry.get("checks", ()):
-            names = ("max_abs", "max_rel", "atol", "rtol")
-            errors = [f"{check[name]:.3g}" for name in names]
-            rows.append([entry["name"], check["site"], *errors, str(check["seed"])])
-    return table(rows) if len(rows) > 1 else ""
+            errors = [f"{check[name]:.3g}" for name in _ERRORS.values()]
+            outcome = "within tolerance" if check["max_abs"] else "the same bits"
+            numbers = [*errors, str(check["seed"])] if verbose else []
+            rows.append([entry["name"], check["site"], outcome, *numbers])
+    if len(rows) == 1:
+        return ""
+    return titled("Rewrites that were verified: each ran before and after, on random inputs.", rows)
 
 
-def checks_line(passes: Iterable[Mapping[str, Any]]) -> str:
-    checks = [check for entry in passes for check in entry["checks"]]
-    if not checks:
+def titled(sentence: str, rows: Sequence[Sequence[str]]) -> str:
+    """A table under the sentence that says what it is."""
+    lines = wrap(sentence, line_width())
+    return "\n".join([*lines, table(rows)])
+
+
+def checks_line(passes: Iterable[Mapping[str, Any]], key: str) -> str:
+    """How many rewrites of the artifact ``key`` were verified; one beyond its tolerance would have
+    stopped the build."""
+    count = sum(len(entry["checks"]) for entry in passes)
+    if not count:
         return "no rewrite was verified"
-    absolute, relative = (max(check[name] for check in checks) for name in ("max_abs", "max_rel"))
-    return (
-        f"{len(checks)} distinct rewrites verified: largest absolute error {absolute:.3g}, "
-        f"relative {relative:.3g} (`fusewright cache show` has each)"
-    )
+    said = f"all {count} distinct rewrites" if count > 1 else "the one distinct rewrite"
+    return f"verified: {said} within tolerance (`fusewright cache show {key[:12]}` lists them)"
 
 
 def startup_table(

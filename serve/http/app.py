@@ -65,8 +65,6 @@ POSTS: tuple[tuple[str, _Endpoint, type[BaseModel]], ...] = (
     ("/detokenize", detokenize, DetokenizeRequest),
     ("/abort_requests", abort_requests, AbortRequest),
 )
-ACTIONS: tuple[tuple[str, _Endpoint], ...] = (("/sleep", sleep), ("/wake_up", wake_up))
-"""POST without a body."""
 GETS: tuple[tuple[str, _Endpoint], ...] = (
     ("/v1/models", models),
     ("/v1/models/{name:path}", model),
@@ -86,6 +84,8 @@ GETS: tuple[tuple[str, _Endpoint], ...] = (
 BARE_POSTS: tuple[tuple[str, _Endpoint], ...] = (
     ("/ping", health),
     ("/reset_prefix_cache", reset_prefix_cache),
+    ("/sleep", sleep),
+    ("/wake_up", wake_up),
 )
 """Those that take no body."""
 
@@ -113,8 +113,6 @@ def make_app(state: ServerState) -> ASGIApp:
         app.add_api_route(
             path, endpoint, methods=["POST"], response_model=None, openapi_extra=_takes(kind)
         )
-    for path, act in ACTIONS:
-        app.add_api_route(path, act, methods=["POST"], response_model=None)
     for path, read in GETS:
         extra = {"parameters": _NAME} if "{name" in path else None
         app.add_api_route(path, read, methods=["GET"], response_model=None, openapi_extra=extra)

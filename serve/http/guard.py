@@ -19,7 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .intake.answer_log import REASON, request_id_of
 from .intake.errors import ApiError
 from .intake.hosts import host_name, is_named, is_private
-from .jobs.state import ADMIN, ServerState, Settings
+from .jobs.settings import Settings
+from .jobs.state import ADMIN, ServerState
 
 _OPEN = ("/", "/live", "/health", "/ping", "/version", "/docs", "/openapi.json")
 """Paths that need no key: whoever supervises the process asks them, or a browser shows them."""

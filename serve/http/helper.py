@@ -15,7 +15,7 @@ from msgspec import Struct
 from ...config import EngineDeadError, EngineOptions
 from ...engine.process.wire import Seat
 from ...engine.ranks.lifetime import how_ended
-from .jobs.state import Settings
+from .jobs.settings import Settings
 
 READY, DRAINED = b"ready\n", b"drained\n"
 _END_S = 10.0

@@ -19,9 +19,9 @@ import uvloop
 
 from ... import __version__
 from ...config import EngineDeadError, EngineOptions, MachineError, UserError
-from ...config.logs import facts, write_log
+from ...config.process.logs import facts, write_log
+from ...engine.frontend.engine_log import log_start
 from ...engine.frontend.generation_config import describe_default_sampling
-from ...engine.frontend.start_log import log_start
 from ...engine.process.client import EngineClient
 from ...engine.process.wire import Seat
 from .app import make_app
@@ -31,7 +31,8 @@ from .intake.connections import Connections, limited_by_files
 from .intake.errors import ApiError
 from .intake.hosts import is_loopback
 from .intake.limits import HEAD_S, LimitedProtocol, Uploads
-from .jobs.state import Phase, ServerState, Settings
+from .jobs.settings import Settings
+from .jobs.state import Phase, ServerState
 from .jobs.stats import log_loads
 from .tool_calls.call_reader import detect
 

@@ -168,7 +168,7 @@ def test_an_abort_frees_the_blocks_while_others_run_on(engine: Engine) -> None:
 
 
 def test_the_report_is_that_of_the_other_process(engine: Engine) -> None:
-    facts = engine.run(engine.client.report)
+    (facts,) = engine.run(engine.client.ask)
     assert facts["level"] == 0
     assert facts["num_kv_blocks"] == 32
 
@@ -197,7 +197,7 @@ def test_a_killed_engine_fails_its_requests_and_every_later_one() -> None:
         with pytest.raises(EngineDeadError):
             await client.check("1+1=", LONG)
         with pytest.raises(EngineDeadError):
-            await client.report()
+            await client.ask()
 
     engine.run(lose)
     assert [str(error) for error in deaths] == [str(engine.client.dead)]

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from fusewright.compiler.compiled import LOOKUPS
+from fusewright.config.process.logs import be_quiet
 from fusewright.engine.worker import progress as progress_module
 from fusewright.engine.worker.progress import show_progress
 
@@ -62,7 +63,9 @@ def test_a_spinner_shows_with_the_first_phase_that_is_not_quiet(
 def test_in_a_pipe_long_work_has_a_line_every_ten_seconds(
     monkeypatch: pytest.MonkeyPatch, said: list[logging.LogRecord]
 ) -> None:
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    stderr = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    be_quiet()
     with show_progress() as progress, progress.bar("Loading weights", 100) as advance:
         advance(50)
     assert not said
@@ -79,4 +82,6 @@ def test_in_a_pipe_long_work_has_a_line_every_ten_seconds(
             say("trace")
             while said[-1].getMessage() == "starting":
                 time.sleep(0.01)
-    assert said[-1].getMessage() == "Loading weights 50% (0 s), Compiling: trace (0 s)"
+    told = "Loading weights 50% (0 s), Compiling: trace (0 s)"
+    assert said[-1].getMessage() == told
+    assert told in stderr.getvalue().splitlines(), "a command shows it although it logs nothing"

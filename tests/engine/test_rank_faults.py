@@ -257,7 +257,7 @@ def test_a_rank_lost_at_rest_ends_the_server_s_engine() -> None:
         client.start()
         try:
             await client.ready()
-            (pid,) = (await client.report())["ranks"]["processes"]
+            (pid,) = (await client.ask())[0]["ranks"]["processes"]
             stream = client.submit([await client.check("12+34=", LONG)])
             while stream.open:
                 await stream.next()

@@ -43,7 +43,7 @@ def attention(tokens: int, seqs: int, dtype: torch.dtype = BF16) -> tuple[Any, .
                 (
                     "linear [4096, 4096] bfloat16 -> cuBLAS (skinny_linear: 65 rows: fastest from "
                     "1 to 16; cluster_linear: 65 rows: fastest up to 64; cuBLASLt: algorithms are "
-                    "measured on a GPU; _linear_fp8_kernel: cuBLAS is faster at every shape)"
+                    "measured on a GPU)"
                 )
             ],
         ),

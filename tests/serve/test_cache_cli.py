@@ -97,7 +97,7 @@ def test_folders_are_repeated_or_separated_by_colons(tmp_path: Path, cli: Cli) -
 
 def test_show_prints_the_manifest(store: Store, cli: Cli) -> None:
     artifact = publish(store)
-    text = cli("show", key().digest[:6])
+    text = cli("show", key().digest[:6], "--verbose")
     for expected in (key().digest, "sample 0", "hardware.sm", "kernels/rms_norm.cubin", "fuse_act"):
         assert expected in text
     facts = cli.json("show", key().digest[:6])
@@ -303,7 +303,7 @@ def test_ls_tells_equal_labels_apart(tmp_path: Path, store: Store, cli: Cli) -> 
 def test_show_prints_a_report_of_another_shape(store: Store, cli: Cli) -> None:
     report = {"passes": [{"checks": 1}, {"checks": [{"site": "\x1b[2J"}]}]}
     store.publish(key(), FILES, report, "odd")
-    text = cli("show", key().digest)
+    text = cli("show", key().digest, "--verbose")
     assert "\x1b" not in text
     assert '"checks": 1' in text
 

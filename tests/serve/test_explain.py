@@ -247,7 +247,8 @@ def test_a_level_that_measures_says_what_it_cannot_know(capsys: Capture) -> None
     measured, *_ = facts(capsys, *SM_90, "-O3")["notes"]
     assert "-O3 chooses kernels by measurement" in measured
     assert main([*SM_90, "--against", "-O3"]) == 0
-    header, _, row = capsys.readouterr().out.splitlines()
+    sentence, header, _, row = capsys.readouterr().out.splitlines()
+    assert sentence == "What holds of one of them only."
     assert header.split() == ["notes", "-O2", "-O3"], "sites, launches and bytes are the same"
     assert row.removeprefix(measured).split() == ["-", "holds"]
 
@@ -276,7 +277,28 @@ def test_graphs_are_printed_before_and_after(capsys: Capture) -> None:
 
 
 def test_what_was_verified_is_told(capsys: Capture) -> None:
-    assert main([*SM_90, "--verify", "--passes", "cleanup,fuse_add_norm,fuse_act"]) == 0
+    argv = [*SM_90, "--verify", "--passes", "cleanup,fuse_add_norm,fuse_act"]
+    assert main(argv) == 0
     out = capsys.readouterr().out  # verified on a CPU, for a GPU
-    assert re.search(r"\nfuse_add_norm +\S+ +0 +0 +0 +0 +\d+\n", out)
-    assert re.search(r"\nfuse_act +mul +\S+ +0\.007\d+ +1e-06 +0\.00781 +\d+\n", out)
+    assert re.search(r"\nfuse_add_norm +\S+ +the same bits\n", out)
+    assert re.search(r"\nfuse_act +mul +within tolerance\n", out)
+    assert main([*argv, "--verbose"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"\nfuse_add_norm +\S+ +the same bits +0 +0 +0 +0 +\d+\n", out)
+    numbers = r"\S+ +0\.007\d+ +1e-06 +0\.00781 +\d+"
+    assert re.search(rf"\nfuse_act +mul +within tolerance +{numbers}\n", out)
+
+
+def test_a_newcomer_can_read_it(capsys: Capture) -> None:
+    """Each table is below a sentence, no figure is 0.000 of its unit, and a model without FP8
+    is not bothered with it."""
+    assert main([*SM_90]) == 0
+    out = capsys.readouterr().out
+    parts = out.split("\n\n")
+    tables = [part.splitlines() for part in parts if re.search(r"^-+(  -+)+$", part, re.M)]
+    assert len(tables) == 6
+    assert all(re.fullmatch(r"[A-Z].*\.", lines[0]) and "---" in lines[2] for lines in tables)
+    assert "49 kernel launches, moves 7." in parts[1] and "0.000 TFLOP" not in out
+    assert "fp8" not in out.lower()
+    assert main([*SM_90, "--quantization", "fp8"]) == 0
+    assert "FP8 token" in capsys.readouterr().out

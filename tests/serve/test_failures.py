@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+import typer.main
 
 from fusewright.compiler.emit.cpp_compiler import compiler_files
 from fusewright.config import MachineError, UserError
-from fusewright.serve.cli import main
+from fusewright.serve.cli import app, main
 from tests.warm import warm_starts
 
 PROGRAM = f"{sys.executable} -m fusewright.serve.cli"
@@ -50,11 +52,41 @@ def line_of(said: tuple[int, str], code: int = 1) -> str:
         ("$fw explain --levels >/dev/full", "standard output cannot be written: No space left"),
         ("$fw explain --levels >&-", "standard output is closed"),
         ("$fw --help >&-", "standard output is closed"),
-        ("$fw cache ls --json | :; exit ${PIPESTATUS[0]}", "closed by its reader"),
     ],
 )
 def test_an_output_that_fails_is_one_line(line: str, told: str, buffered: str) -> None:
     assert told in line_of(shell(line, PYTHONUNBUFFERED=buffered))
+
+
+@pytest.mark.parametrize("line", ["$fw cache ls --json", "$fw --help", "$fw bench latency --help"])
+def test_a_reader_that_has_gone_is_no_error(line: str) -> None:
+    """As ``head`` goes: nothing is said, and the exit code is that of a program SIGPIPE ends."""
+    assert shell(f"{line} | :; exit ${{PIPESTATUS[0]}}") == (141, "")
+
+
+def commands(group: Any, context: Any, *names: str) -> Iterator[list[str]]:
+    """The words of every command that there is."""
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        yield [*names, name]
+        if hasattr(command, "list_commands"):
+            yield from commands(command, context, *names, name)
+
+
+def test_no_command_minds_that_its_reader_has_gone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = typer.main.get_command(app)
+    helps = [[*words, "--help"] for words in commands(group, typer.Context(group))]
+    assert len(helps) > 25
+    for argv in (*helps, ["env"], ["cache", "ls"], ["explain", "--levels"], ["explain", "abacus"]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer, "w") as stream, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", stream)
+            assert main(argv) == 141, argv
+            os.dup2(os.open(os.devnull, os.O_WRONLY), writer)
+        assert capsys.readouterr().err == "", argv
 
 
 def test_a_run_without_stdout_is_one_line() -> None:

@@ -14,7 +14,13 @@ import pytest
 
 from fusewright import LLM, SamplingParams
 from fusewright.config import UserError
-from fusewright.config.logs import VARIABLE, LogStyle, be_quiet, write_log, write_log_by_default
+from fusewright.config.process.logs import (
+    VARIABLE,
+    LogStyle,
+    be_quiet,
+    write_log,
+    write_log_by_default,
+)
 from fusewright.serve.http.intake.answer_log import AnswerLog, LogSettings
 
 from .server_process import LONG, ServerProcess, stream, wait_for
@@ -109,7 +115,7 @@ def test_a_flood_of_refusals_is_counted(said: list[logging.LogRecord]) -> None:
 @pytest.fixture
 def logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
     """That of the package, in a program that has set up no logging."""
-    monkeypatch.setattr("fusewright.config.logs._quiet", False)
+    monkeypatch.setattr("fusewright.config.process.logs._quiet", False)
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     monkeypatch.delenv(VARIABLE, raising=False)
     made = logging.getLogger("fusewright")

@@ -123,26 +123,6 @@ def test_several_prompts_are_all_answered_in_text(capsys: Capture) -> None:
     assert out.splitlines() == [line for pair in lines for line in pair]
 
 
-def test_outputs_of_one_prompt_are_told_apart(capsys: Capture) -> None:
-    argv = ("run", "-p", "1+1=", "--n", "2", "--top-k", "1", *CPU)
-    assert completed(capsys, *argv).splitlines() == [
-        *("--- prompt 0, output 0 of 2", "1+1=2"),
-        *("--- prompt 0, output 1 of 2", "1+1=2"),
-    ]
-
-
-def test_logprobs_that_nobody_would_see_are_refused(capsys: Capture, tmp_path: Path) -> None:
-    file = tmp_path / "p.jsonl"
-    file.write_text('{"prompt": "1+1=", "logprobs": 1}')
-    told = "logprobs are shown with --json alone; give it, or ask for none"
-    for argv, where in (
-        (("-p", "1+1=", "--logprobs", "2"), ""),
-        (("--prompts-file", str(file)), f"{file}:1: "),
-    ):
-        assert main(["run", *argv, *CPU]) == 2
-        assert capsys.readouterr().err == f"error: {where}{told}\n"
-
-
 def test_chat_streams_and_batches_the_same_reply(capsys: Capture) -> None:
     chat = ("run", "--chat", "--temperature", "0", "--max-tokens", "8", *CPU)
     streamed = completed(capsys, *chat, "-p", "12+34=")

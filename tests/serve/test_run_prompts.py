@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from fusewright.serve.cli import main
 from tests.serve.test_run import CPU, Capture, completed, refusal
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -28,7 +29,8 @@ def test_options_of_a_record_win_over_the_flags(capsys: Capture, tmp_path: Path)
     file.write_text("\n".join(map(json.dumps, records)))
     argv = ("run", "--prompts-file", str(file), "--temperature", "0", "--max-tokens", "9", *CPU)
     out = completed(capsys, *argv)
-    assert out.splitlines() == ["12+34=46", "12+34=4", "12+34=4", "46"]
+    texts = [line for line in out.splitlines() if not line.startswith("--- prompt ")]
+    assert texts == ["12+34=46", "12+34=4", "12+34=4", "46"]
 
 
 @pytest.mark.parametrize(
@@ -75,4 +77,24 @@ def test_outputs_are_printed_in_order_as_they_finish_and_survive_an_interrupt(
     assert process.returncode == 130
     assert head == "--- prompt 0\n" and first.startswith("0+1=")
     assert "2+1=" in rest, "finished, and behind one that is not"
-    assert re.fullmatch(r"interrupted: \d+ of 63 prompts are done\n", said)
+    assert re.search(r"^interrupted: \d+ of 63 prompts are done\n", said, re.M)
+
+
+def test_outputs_of_one_prompt_are_told_apart(capsys: Capture) -> None:
+    argv = ("run", "-p", "1+1=", "--n", "2", "--top-k", "1", *CPU)
+    assert completed(capsys, *argv).splitlines() == [
+        *("--- prompt 0, output 0 of 2", "1+1=2"),
+        *("--- prompt 0, output 1 of 2", "1+1=2"),
+    ]
+
+
+def test_logprobs_that_nobody_would_see_are_refused(capsys: Capture, tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "1+1=", "logprobs": 1}')
+    told = "logprobs are shown with --json alone; give it, or ask for none"
+    for argv, where in (
+        (("-p", "1+1=", "--logprobs", "2"), ""),
+        (("--prompts-file", str(file)), f"{file}:1: "),
+    ):
+        assert main(["run", *argv, *CPU]) == 2
+        assert capsys.readouterr().err == f"error: {where}{told}\n"

@@ -12,7 +12,7 @@ import pytest
 from fusewright.config import UserError
 from fusewright.serve.http.guard import Doors, visitor_of
 from fusewright.serve.http.intake.hosts import checked_hosts, is_loopback
-from fusewright.serve.http.jobs.state import Settings
+from fusewright.serve.http.jobs.settings import Settings
 
 from .server_process import ADMIN_KEY, KEY, LONG, OTHER_KEY, ServerProcess
 

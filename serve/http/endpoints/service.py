@@ -15,6 +15,7 @@ from starlette.responses import Response
 
 from .... import __version__
 from ....config import UserError
+from ....engine.process.wire import Kind
 from ..intake.errors import ApiError, api_error, json_response
 from ..intake.protocol import AbortRequest, DetokenizeRequest, TokenizeRequest
 from ..jobs.metrics import PEERS_S
@@ -140,7 +141,7 @@ async def reset_prefix_cache(request: Request) -> Response:
     goes on."""
     state = _state(request)
     state.check_serving()
-    await state.client.reset_prefix_cache()
+    await state.client.ask(Kind.RESET)
     return json_response({})
 
 
@@ -153,7 +154,7 @@ async def server_info(request: Request) -> Response:
     """``GET /server_info``: the options, and what the engines report of themselves."""
     state = _state(request)
     state.check_serving()
-    reports = await state.client.reports()
+    reports = await state.client.ask()
     options = asdict(state.client.options)
     answer = {"version": __version__, "models": state.settings.model_names, "options": options}
     return json_response({**answer, "engines": reports})

@@ -62,13 +62,11 @@ def _state_of_admin(request: Request) -> ServerState:
             f"{request.url.path} needs an admin key: start the server with --admin-api-key, and "
             "send it as the key",
         )
-    state.check_alive()
+    state.check_serving(may_sleep=True)
     return state
 
 
 async def _ask(state: ServerState, asked: Sleep) -> None:
-    client = state.client
-    replicas = range(len(client.replicas))
-    told = await asyncio.gather(*(client.ask(each, Kind.SLEEP, asked) for each in replicas))
+    told = await state.client.ask(Kind.SLEEP, asked)
     if errors := [facts["error"] for facts in told if facts["error"]]:
         raise ApiError(400, errors[0])

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ....config.logs import LogStyle, facts
-from ....engine.messages.sampling_params import SamplingParams
+from ....config.process.logs import LogStyle, facts
+from ....engine.messages.requests import AddRequest
 
 _log = logging.getLogger(__name__)
 _WINDOW_S = 10.0
@@ -53,6 +53,7 @@ class AnswerLog:
 
     def __init__(self, settings: LogSettings) -> None:
         self._access, self._without = settings.answers, frozenset(settings.without)
+        self._requests = settings.requests
         self._began_s, self._num_lines, self._num_dropped = 0.0, 0, 0
 
     def write(
@@ -92,6 +93,21 @@ class AnswerLog:
         said = {name: value for name, value in said.items() if value not in ("", None)}
         _log.log(level, "%s", _text(said), extra=facts(**said))
 
+    def write_request(self, name: str, requests: Sequence[AddRequest]) -> None:
+        """Log what a call asks for, if that is wanted, without a word of its text."""
+        if not self._requests:
+            return
+        params, lengths = requests[0].sampling_params, [len(r.prompt_token_ids) for r in requests]
+        asked = {key: getattr(params, key) for key in _SAMPLING}
+        asked = {key: value for key, value in asked.items() if value is not None}
+        _log.info(
+            "request %s: prompts of %s tokens, %s",
+            name,
+            ", ".join(map(str, lengths)),
+            ", ".join(f"{key}={value}" for key, value in asked.items()),
+            extra=facts(request_id=name, prompt_tokens=lengths, **asked),
+        )
+
     def _may_write(self) -> bool:
         now = time.monotonic()
         if now - self._began_s > _WINDOW_S:
@@ -110,19 +126,6 @@ def _text(said: Mapping[str, Any]) -> str:
     if "request_id" in said:
         text += f" {said['request_id']}"
     return f"{text}: {said['reason']}" if "reason" in said else text
-
-
-def log_request(request_id: str, prompt_lens: Sequence[int], params: SamplingParams) -> None:
-    """Log what is asked for, without a word of its text."""
-    asked = {name: getattr(params, name) for name in _SAMPLING}
-    asked = {name: value for name, value in asked.items() if value is not None}
-    _log.info(
-        "request %s: prompts of %s tokens, %s",
-        request_id,
-        ", ".join(map(str, prompt_lens)),
-        ", ".join(f"{key}={value}" for key, value in asked.items()),
-        extra=facts(request_id=request_id, prompt_tokens=prompt_lens, **asked),
-    )
 
 
 def request_id_of(header: bytes) -> str:

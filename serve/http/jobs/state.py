@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from ....engine.messages.sampling_params import SamplingParams
 from ....engine.process.client import EngineClient
 from ....engine.process.heartbeat import Heartbeat
 from ....engine.process.output_stream import OutputStream
-from ..intake.answer_log import AnswerLog, LogSettings, log_request
+from ..intake.answer_log import AnswerLog
 from ..intake.errors import ApiError, api_error, overloaded
 from ..intake.fields import FieldNotes
 from ..intake.limits import Uploads
@@ -29,6 +29,7 @@ from ..intake.protocol import Generation
 from ..intake.reader import BodyReader
 from .metrics import TALLY, Metrics
 from .room import Room
+from .settings import Settings
 
 ABORT, ALL, ADMIN = "abort", "all", "admin"
 """What an API process asks the others, the name that means every job, and the owner who may end
@@ -48,42 +49,6 @@ _MOST_LOGPROBS = 2**20
 """Most log probabilities of a call, unless one output of the longest request may have more, of
 ``_USUAL_LOGPROBS`` a token."""
 _USUAL_LOGPROBS = 20
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The options of ``fusewright serve``.
-
-    Attributes:
-        model_names: names under which the model is served; the first is shown.
-        api_keys: one of them must come with every request; none: all may ask.
-        admin_keys: API keys that may also end the requests of all.
-        max_waiting: outputs that may wait behind those that run; more are refused.
-        stall_s: seconds without a heartbeat of the engine until it counts as stalled.
-        max_body_bytes: largest body of a request.
-        max_connections: the most that an API process keeps open.
-        allowed_origins: sites whose pages may ask from a browser (CORS).
-        allowed_hosts: names in ``Host`` beside those that no public DNS holds; None: any.
-        tool_format: how the model writes calls of tools; None: as its chat template shows.
-        otlp_endpoint: URL of the collector of traces; None: nothing is traced.
-        strict_fields: refuse requests with fields that are not known.
-        log: what the processes log, and how.
-    """
-
-    model_names: tuple[str, ...]
-    api_keys: tuple[str, ...] = ()
-    admin_keys: tuple[str, ...] = ()
-    max_waiting: int = 16384
-    shutdown_timeout_s: float = 60.0
-    stall_s: float = 10.0
-    max_body_bytes: int = 8 * 2**20
-    max_connections: int = 16384
-    allowed_origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] | None = None
-    tool_format: str | None = None
-    otlp_endpoint: str | None = None
-    log: LogSettings = field(default_factory=LogSettings)
-    strict_fields: bool = False
 
 
 class Phase(StrEnum):
@@ -196,20 +161,16 @@ class ServerState:
                 return f"stalled: API process {number} has not moved for {age_s:.1f} s"
         return ""
 
-    def check_serving(self) -> None:
+    def check_serving(self, *, may_sleep: bool = False) -> None:
         """Raise the answer to whoever asks before the start, after the end or during a sleep."""
-        self.check_alive()
-        if self.client.is_sleeping:
-            raise ApiError(503, "the engine sleeps; POST /wake_up ends that", code="sleeping")
-
-    def check_alive(self) -> None:
-        """Raise the answer to whoever asks before the start or after the end."""
         if self.phase is Phase.DEAD:
             raise ApiError(500, f"the engine has ended: {self.client.dead}", code="engine_dead")
         if self.phase is not Phase.SERVING:
             raise ApiError(
                 503, f"the server is {self.phase}", headers={"retry-after": _RETRY_AFTER_S}
             )
+        if self.client.is_sleeping and not may_sleep:
+            raise ApiError(503, "the engine sleeps; POST /wake_up ends that", code="sleeping")
 
     def check_model(self, name: str | None) -> str:
         """The name that an answer carries; raises a 404 for a model that is not served."""
@@ -271,8 +232,7 @@ class ServerState:
         self.jobs[name] = job
         self.room.open(name, stream.open, params.n)
         self._note_jobs()
-        if self.settings.log.requests:
-            log_request(name, [len(each.request.prompt_token_ids) for each in checked], params)
+        self.answer_log.write_request(name, [each.request for each in checked])
         return job
 
     async def _check(

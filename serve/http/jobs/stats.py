@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from ....engine.frontend.stats import Load, log_load
+from ....engine.frontend.engine_log import Load, log_load
 from .state import ServerState
 
 

@@ -18,10 +18,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import UserError
+from ..errors import UserError
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 VARIABLE = "FUSEWRIGHT_LOGGING_LEVEL"
+PROGRESS = "fusewright.progress"
+"""The logger of long work."""
 _ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
 """Of a client's text, no character may end the line or drive a terminal."""
 _quiet = False
@@ -58,6 +60,7 @@ def write_log(style: LogStyle, name: str = "fusewright") -> None:
     """Write the log of a logger to stderr in a style."""
     logger = logging.getLogger(name)
     _remove_handler(logger)
+    _remove_handler(logging.getLogger(PROGRESS))
     written = StderrHandler()
     written.setFormatter(_Json(style) if style.json else _Text(style))
     logger.addHandler(written)
@@ -92,10 +95,15 @@ def write_log_by_default() -> None:
 
 def be_quiet() -> None:
     """Have ``write_log_by_default`` write nothing unless the environment asks for it: a command
-    says itself what it does, and Python shows its warnings."""
+    says itself what it does, and Python shows its warnings.  Of the log only the progress of long
+    work is written, which has no bars where stderr is no terminal."""
     global _quiet
     _quiet = True
     _remove_handler(logging.getLogger("fusewright"))
+    progress = logging.getLogger(PROGRESS)
+    if not any(isinstance(handler, StderrHandler) for handler in progress.handlers):
+        progress.addHandler(StderrHandler())
+        progress.setLevel(logging.INFO)
 
 
 def facts(**values: Any) -> dict[str, Mapping[str, Any]]:
