@@ -3,6 +3,7 @@
 #
 #   make demo                               solved problems, fusions, times, with the bundled model
 #   make test | check                       CPU tests | format, lint, types, layout, bindings of csrc
+#   make test-all                           the cases that `make test` leaves to other seeds too
 #   make test coverage COVERAGE=1           the same, and what share of the package's lines they run
 #   make real-test                          a trained model of 135M says what transformers says
 #   make client-test                        a server, asked by lm-eval and guidellm
@@ -25,8 +26,8 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: install demo test real-test client-test coverage check types style lines mutants models docs \
-  pictures vllm-page reference gpu-test gpu-evidence bench
+.PHONY: install demo test test-all real-test client-test coverage check types style lines mutants \
+  models docs pictures vllm-page reference gpu-test gpu-evidence bench
 
 BOOTSTRAP_PYTHON ?= python3
 TORCH_INDEX ?=
@@ -71,7 +72,10 @@ demo: install
 test: install
 	@rm -rf build/coverage
 	@$(PKGROOT); OMP_NUM_THREADS=1 $(PY) -m pytest -m 'not gpu' -n $(JOBS) \
-	  --dist loadfile --no-loadscope-reorder $(if $(COVERAGE),--fw-coverage)
+	  --dist loadfile --no-loadscope-reorder $(if $(COVERAGE),--fw-coverage) $(TEST_FLAGS)
+
+test-all:
+	@$(MAKE) --no-print-directory test TEST_FLAGS='--fw-cases 2'
 
 mutants: install
 	@$(PKGROOT); $(PY) tools/mutants.py --jobs $(JOBS) $(MUTANTS)
@@ -91,7 +95,7 @@ vllm-page reference: install
 	@$(PKGROOT); $(PY) tools/$(if $(filter reference,$@),reference,vllm)_page.py
 
 real-test: install
-	@$(PKGROOT); $(PY) -m pytest -q tests/engine/test_real_model.py --durations 4
+	@$(PKGROOT); $(PY) -m pytest -q tests/engine/test_real_model.py --fw-cases 2 --durations 4
 
 client-test: install build/clients/.installed
 	@$(PKGROOT); OMP_NUM_THREADS=1 $(PY) tools/client_test.py build/clients/bin

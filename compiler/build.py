@@ -6,7 +6,9 @@ It is imported only when something must be compiled: it brings Dynamo, sympy and
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +33,7 @@ from ..passes import (
 from .artifacts.key import Wanted
 from .capture.dispatch import trace_by_dispatch
 from .capture.source import Source
-from .capture.trace import Traced, check_sizes, trace
+from .capture.trace import Traced, TraceError, check_sizes, trace
 from .capture.unroll import in_all_layers, unroll
 from .emit.constants import Constants, take_constants
 from .emit.direct import emit_direct
@@ -51,6 +53,7 @@ from .run.load import KERNELS, PLAN, TABLE, kernel_file, kernels_json, piece_fil
 from .run.plan import Plan
 from .timer import Timer
 
+_log = logging.getLogger(__name__)
 _COMPILED: dict[str, PieceCode] = {}
 """Inductor's code of this process's pieces: levels and passes that are compared share most."""
 
@@ -142,15 +145,22 @@ def rewritten(
             )
 
     reports: list[PassReport] = []
-    with timer.phase("trace"):
-        traced = _trace(source)
-    if source.why:
-        record.graph("captured", traced)
-        reports = run(traced, RAISE)
-    if source.repeat:
-        with timer.phase("unroll"):
-            traced = unroll(traced, source.repeat)
-            reports = [in_all_layers(report, source.repeat) for report in reports]
+    try:
+        with timer.phase("trace"):
+            traced = _trace(source)
+        if source.why:
+            record.graph("captured", traced)
+            reports = run(traced, RAISE)
+        if source.repeat:
+            with timer.phase("unroll"):
+                traced = unroll(traced, source.repeat)
+                reports = [in_all_layers(report, source.repeat) for report in reports]
+    except TraceError as error:
+        if not source.why or not source.repeat:
+            raise
+        _log.warning("all layers are traced: %s", error)
+        whole = replace(source, repeat=None, while_traced=nullcontext, whole=str(error))
+        return rewritten(whole, config, timer, record)
     record.graph("traced", traced)
     graph = digest(traced.gm)
     if config.verify:
@@ -238,6 +248,7 @@ def build(
     record.write(files, wanted.label)
     report = {
         "graph": lowered.graph,
+        "whole": source.whole,
         "passes": [report.to_json() for report in lowered.reports],
         "choices": dict(lowered.choices),
         "outside": outside_ops(source),

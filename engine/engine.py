@@ -149,6 +149,7 @@ class Engine(EngineLoop):
                 "steps": len(self.compiled.program.steps),
                 "unique": len(built.get("pieces", {})),
             },
+            "traced_whole": built.get("whole", ""),
             "artifact": {
                 "key": artifact.manifest.key if artifact else None,
                 "built": self.compiled.built,

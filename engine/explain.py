@@ -44,14 +44,15 @@ _CUBLAS = "cuBLAS may split a GEMM into two launches"
 
 
 class _Before(Record):
-    """Keeps the graph as it was traced."""
+    """Keeps the graph as the level's passes find it."""
 
     traced: Traced | None = None
 
     def graph(self, title: str, traced: Traced) -> None:
         from ..compiler.inspect.sites import copied
 
-        self.traced = self.traced or copied(traced)
+        if title == "traced":
+            self.traced = copied(traced)
 
 
 def explain_model(

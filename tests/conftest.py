@@ -91,7 +91,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--fw-cases",
         type=int,
         default=1,
-        help="how many times as many random graphs and requests as usual; all cases of products",
+        help="how many times as many random graphs and requests as usual; from 2 on all tests",
     )
 
 
@@ -121,18 +121,27 @@ def pytest_report_header(config: pytest.Config) -> str:
     return f"fusewright: device {where}, --fw-seed={config.option.fw_seed}"
 
 
-def is_drawn(item: pytest.Item, seed: int) -> bool:
-    """Whether this run has a case of a test that is marked as a product of axes."""
-    drawn = random.Random(f"{seed} {item.nodeid}").random() < 0.5
-    return drawn or not item.get_closest_marker("product")
+def left_out(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
+    """What a run of all tests leaves out: tests marked ``thorough``, and of each test that is
+    marked ``product`` the cases that the seed does not draw, of ``product(3)`` two thirds."""
+    found = {item for item in items if item.get_closest_marker("thorough")}
+    products: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("product"):
+            products.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in products.values():
+        (one_of,) = cases[0].get_closest_marker("product").args or (2,)  # type: ignore[union-attr]
+        cases.sort(key=lambda item: random.Random(f"{seed} {item.nodeid}").random())
+        found.update(cases[-(-len(cases) // one_of) :])
+    return found
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     whole = len(config.args) == 0 or config.args == config.getini("testpaths")
     if whole and config.option.fw_cases == 1 and not torch.cuda.is_available():
-        left_out = [item for item in items if not is_drawn(item, config.option.fw_seed)]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if is_drawn(item, config.option.fw_seed)]
+        without = left_out(items, config.option.fw_seed)
+        config.hook.pytest_deselected(items=[*without])
+        items[:] = [item for item in items if item not in without]
     # `make test` hands out whole files, so that no fixture is built twice; the long ones first, so
     # that no worker ends long after the others.
     slow = {item.path for item in items if item.get_closest_marker("slow")}
@@ -163,14 +172,13 @@ def pytest_sessionfinish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def frozen_heap() -> Iterator[None]:
-    """An engine that is closed collects garbage: over what its module makes, not over the million
-    objects that those before it have left."""
-    gc.collect()
+    """A collection, as by an engine that is closed, looks at what its own module makes, not at the
+    million objects that imports and the modules before it have left."""
     gc.freeze()
     yield
-    gc.unfreeze()
+    gc.collect()
 
 
 @pytest.fixture

@@ -65,8 +65,17 @@ def room_in(folder: str, module: str) -> str:
 
 
 @cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def nodes(path: Path) -> list[ast.AST]:
+    """The module and all that is in it."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+def name_of(node: ast.AST) -> str:
+    return str(next((getattr(node, k) for k in ("attr", "id", "arg") if hasattr(node, k)), ""))
+
+
+def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [n for n in nodes(path) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
 def resolve_base(module: str, path: Path, level: int) -> str:
@@ -89,24 +98,23 @@ def targets_of(node: ast.AST, module: str, path: Path) -> Iterator[str]:
             # `from .ops import norm` means the module when there is one, else a name in ops.
             is_module = member in MODULES or (source == PACKAGE and alias.name in MAY_IMPORT)
             yield member if is_module else source
-    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+    elif isinstance(node, ast.Call) and name_of(node.func) == "import_module":
         match node.args[:1]:
             case [ast.Constant(value=str(name))]:
                 dots = len(name) - len(name.lstrip("."))
                 yield f"{resolve_base(module, path, dots)}.{name[dots:]}" if dots else name
 
 
+@cache
 def imports_of(module: str) -> list[tuple[int, str]]:
     """(line, target) of every import of the package, those inside functions included."""
     path = MODULES[module]
-    found, pending = list[tuple[int, str]](), list[ast.AST]([parsed(path)])
-    while pending:
-        node = pending.pop()
-        for target in targets_of(node, module, path):
-            if target == PACKAGE or target.startswith(f"{PACKAGE}."):
-                found.append((getattr(node, "lineno", 0), target))
-        pending.extend(ast.iter_child_nodes(node))
-    return found
+    return [
+        (getattr(node, "lineno", 0), target)
+        for node in nodes(path)
+        for target in targets_of(node, module, path)
+        if target == PACKAGE or target.startswith(f"{PACKAGE}.")
+    ]
 
 
 def place(module: str, line: int) -> str:
@@ -229,18 +237,18 @@ def too_long() -> dict[str, str]:
             found[name] = f"{name}: {lines} lines, at most {limit}"
         if path.suffix != ".py":
             continue
-        for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines = (node.end_lineno or node.lineno) - node.lineno + 1
-                if lines > MAX_FUNCTION_LINES:
-                    key = f"{name}:{node.name}"
-                    found[key] = f"{key}: {lines} lines, at most {MAX_FUNCTION_LINES}"
+        for node in functions(path):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > MAX_FUNCTION_LINES:
+                key = f"{name}:{node.name}"
+                found[key] = f"{key}: {lines} lines, at most {MAX_FUNCTION_LINES}"
     return found
 
 
 def test_files_and_functions_stay_short() -> None:
     long = [text for key, text in too_long().items() if key not in LENGTH_EXCEPTIONS]
     assert not long, "\n".join(long)
+    assert not LENGTH_EXCEPTIONS.keys() - too_long().keys(), "exceptions that nothing needs"
 
 
 def named_modules() -> list[Path]:
@@ -251,22 +259,20 @@ def named_modules() -> list[Path]:
 def test_functions_take_few_parameters() -> None:
     many = []
     for path in named_modules():
-        for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-                names = [arg.arg for arg in args if arg.arg not in ("self", "cls")]
-                if len(names) > MAX_PARAMETERS:
-                    where = f"{path.relative_to(ROOT)}:{node.lineno}"
-                    many.append(f"{where}: {node.name} takes {len(names)} parameters")
+        for node in functions(path):
+            args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            names = [arg.arg for arg in args if arg.arg not in ("self", "cls")]
+            if len(names) > MAX_PARAMETERS:
+                where = f"{path.relative_to(ROOT)}:{node.lineno}"
+                many.append(f"{where}: {node.name} takes {len(names)} parameters")
     assert not many, "\n".join(many)
 
 
 def test_variables_say_what_they_are() -> None:
     fillers = []
     for path in named_modules():
-        for node in ast.walk(parsed(path)):
-            name = getattr(node, "id", None) or getattr(node, "arg", None)
-            if isinstance(node, ast.Name | ast.arg) and name in FILLERS:
+        for node in nodes(path):
+            if isinstance(node, ast.Name | ast.arg) and (name := name_of(node)) in FILLERS:
                 fillers.append(f"{path.relative_to(ROOT)}:{node.lineno}: {name} names nothing")
     assert not fillers, "\n".join(fillers)
 
@@ -284,14 +290,8 @@ def test_a_line_budget_rises_with_a_reason_and_falls_by_itself() -> None:
     assert len(misfits({"ops": 79, "serve": 979}, budgets)) == 2
     with pytest.raises(ValueError, match="ops grows from 100 to 101 lines"):
         renewed({"ops": 101}, budgets, "")
-    assert renewed({"ops": 101, "serve": 900}, budgets, "third") == {
-        "ops": Budget(101, "third"),
-        "serve": Budget(900, "second"),
-    }
-
-
-def test_every_length_exception_is_still_needed() -> None:
-    assert not LENGTH_EXCEPTIONS.keys() - too_long().keys()
+    both = renewed({"ops": 101, "serve": 900}, budgets, "third")
+    assert both == {"ops": Budget(101, "third"), "serve": Budget(900, "second")}
 
 
 def test_every_folder_of_the_package_says_what_it_is_for() -> None:
@@ -299,7 +299,7 @@ def test_every_folder_of_the_package_says_what_it_is_for() -> None:
     rooms = [f"{folder}/{room}" for folder in ROOMS for room in ROOMS[folder] if room]
     for folder in (*MAY_IMPORT, *rooms):
         entry = ROOT / folder / "__init__.py"
-        if not entry.is_file() or not ast.get_docstring(parsed(entry)):
+        if not entry.is_file() or not ast.get_docstring(nodes(entry)[0]):
             silent.append(f"{folder}/__init__.py")
     assert not silent, f"missing, or without a docstring: {', '.join(silent)}"
 

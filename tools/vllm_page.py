@@ -12,10 +12,16 @@ from pathlib import Path
 from fusewright.config.vllm import (
     BENCH,
     CALLS,
+    COMPLETIONS,
     ENGINE,
+    GENERATION,
+    MESSAGES,
     METHODS,
+    PATHS,
+    RESPONSES,
     SAMPLING,
     SERVE,
+    TOKENIZE,
     Argument,
     Port,
 )
@@ -84,6 +90,10 @@ then.
 An argument that is *accepted without effect* is noted in the log (INFO). One that is *refused* ends the
 start with the sentence below, unless its value asks for nothing: None, False, 0, what is empty, or
 vLLM's default.
+
+The log tells of a field of requests that is *accepted without effect* once (WARNING), and so it does
+of a field that no table here has, unless `--strict-fields` refuses those. A field that is *refused* is
+a 400 with the sentence below, unless its value asks for nothing.
 """
 _ORDER = (Port.SAME, Port.OTHER, Port.IGNORED, Port.REFUSED)
 
@@ -98,6 +108,12 @@ def page() -> str:
         ("`SamplingParams(…)`", SAMPLING, "{}"),
         ("Methods of `LLM`", METHODS, "{}"),
         ("Arguments of `generate`, `chat` and `beam_search`", CALLS, "{}"),
+        ("Paths of the server", PATHS, "{}"),
+        ("Fields of every request that generates", GENERATION, "{}"),
+        ("Fields of `/v1/completions` and `/v1/chat/completions`", COMPLETIONS, "{}"),
+        ("Fields of `/v1/responses`", RESPONSES, "{}"),
+        ("Fields of `/v1/messages` and `/v1/messages/count_tokens`", MESSAGES, "{}"),
+        ("Fields of `/tokenize` and `/detokenize`", TOKENIZE, "{}"),
     ):
         lines += [f"### {title}", "", *_rows(table, form), ""]
     return "\n".join(lines).rstrip() + "\n"

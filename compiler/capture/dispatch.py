@@ -49,6 +49,8 @@ def trace_by_dispatch(
 
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env)
+    # To enter a value of symbolic sizes into its cache takes longer than to compute the value.
+    mode.cache_enabled = False
     sizes: dict[str, tuple[torch.SymInt, GraphInput]] = {}
     for name, tensor in named.items():
         for dim, what in dynamic.get(name, {}).items():

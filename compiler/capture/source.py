@@ -95,7 +95,8 @@ class Source:
         repeat: how the traced layers stand for all, if they do.
         while_traced: a context in which the model is captured by running it.
         outside: the ops that the caller runs beside the program.
-        shown: how the layers of a model that is captured whole are named, for reports.
+        whole: why all layers are traced where that is captured by running it; "" if they are not.
+        shown: how the layers of such a model are named, for reports.
         experts: those whose tiles can be measured, if the model has some.
         why: of a model that is captured by running it, an error of its code in one line; None for
             one that Dynamo captures.
@@ -109,6 +110,7 @@ class Source:
     repeat: Repeat | None = None
     while_traced: Callable[[], AbstractContextManager[None]] = nullcontext
     outside: OutsideCalls = lambda num_tokens, num_seqs: ()
+    whole: str = ""
     shown: Repeat | None = None
     experts: Experts | None = None
     why: Callable[[BaseException], str] | None = None

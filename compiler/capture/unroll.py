@@ -8,7 +8,7 @@ other values of the model too, such as angles; they are raised before they are c
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -38,7 +38,7 @@ def unroll(traced: Traced, repeat: Repeat) -> Traced:
         TraceError: a layer passes on something else than one value.
     """
     placeholders = traced.gm.graph.find_nodes(op="placeholder")
-    layers, hoisted = _layers(traced, repeat)
+    layers, shared = _layers(traced, repeat)
     first, last = layers[min(layers)], layers[max(layers)]
     inside = {node for layer in layers.values() for node in layer.nodes}
     graph = fx.Graph()
@@ -61,25 +61,25 @@ def unroll(traced: Traced, repeat: Repeat) -> Traced:
             own[layer][node].meta = dict(node.meta)
             inputs.append(replace(source, name=name))
     computed = [n for n in traced.gm.graph.nodes if n.op != "placeholder"]
-    before = {*takewhile(lambda n: n not in inside, computed), *hoisted}
-    _copy([n for n in computed if n in before], graph, mapping)
-    between = {layer.carried_in for layer in layers.values()}
+    _copy(takewhile(lambda n: n not in inside, computed), graph, mapping)
     carried = mapping[first.carried_in]
     for layer, number in enumerate(repeat.layers):
         template = layers[number]
         local = {**mapping, **own[layer], template.carried_in: carried}
-        _copy(template.nodes, graph, local)
-        for node in template.nodes:
+        nodes = [node for node in template.nodes if node not in mapping]
+        _copy(nodes, graph, local)
+        for node in nodes:
             repeat.relocate(local[node], layer)
+        mapping |= {node: local[node] for node in nodes if node in shared}
         carried = local[template.carried_out]
     mapping[last.carried_out] = carried
-    known = before | inside | between
+    known = {*mapping, *inside, *(layer.carried_in for layer in layers.values())}
     _copy([n for n in computed if n not in known], graph, mapping)
     graph.lint()
     return replace(traced, gm=fx.GraphModule(traced.gm, graph), inputs=tuple(inputs))
 
 
-def _copy(nodes: Sequence[fx.Node], graph: fx.Graph, mapping: dict[fx.Node, fx.Node]) -> None:
+def _copy(nodes: Iterable[fx.Node], graph: fx.Graph, mapping: dict[fx.Node, fx.Node]) -> None:
     for node in nodes:
         if is_call(node, MARK):
             mapping[node] = mapping[node.args[0]]  # type: ignore[index]
@@ -93,8 +93,8 @@ def _owner(source: GraphInput, repeat: Repeat) -> int | None:
 
 
 def _layers(traced: Traced, repeat: Repeat) -> tuple[dict[int, _Layer], set[fx.Node]]:
-    """The traced layers by number; and what is computed in them of nothing that belongs to one, and
-    is the same in every layer therefore."""
+    """The traced layers by number; and the nodes in them that are computed of nothing that belongs
+    to a layer, and are computed once therefore."""
     graph = traced.gm.graph
     sources = dict(zip(graph.find_nodes(op="placeholder"), traced.inputs, strict=True))
     marks = [node for node in graph.nodes if is_call(node, MARK)]
@@ -105,11 +105,11 @@ def _layers(traced: Traced, repeat: Repeat) -> tuple[dict[int, _Layer], set[fx.N
         if node.op not in ("placeholder", "output")
     }
     _end_at_marks(marks, numbers)
-    same = {n for n, it in sources.items() if _owner(it, repeat) is None} - carried
-    hoisted = _hoisted(graph, numbers, same) if marks else set()
+    outer = {n for n, it in sources.items() if _owner(it, repeat) is None} - carried
+    shared = _shared(graph, numbers, outer) if marks else set()
     nodes: dict[int, list[fx.Node]] = {}
     for node, number in numbers.items():
-        if number is not None and node not in hoisted:
+        if number is not None:
             nodes.setdefault(number, []).append(node)
     if sorted(nodes) != sorted(set(repeat.layers)):
         raise TraceError(
@@ -118,9 +118,9 @@ def _layers(traced: Traced, repeat: Repeat) -> tuple[dict[int, _Layer], set[fx.N
         )
     if any(not is_alike(fake_value(marks[0]), fake_value(mark)) for mark in marks):
         raise TraceError("layers pass on tensors of several shapes")
-    outer = {*sources} | (hoisted | {n for n in numbers if numbers[n] is None} if marks else set())
-    layers = {number: _layer(number, of, outer - carried) for number, of in nodes.items()}
-    return layers, hoisted
+    outer = {*sources} | (shared | {n for n in numbers if numbers[n] is None} if marks else set())
+    outer -= carried
+    return {number: _layer(number, of, outer, shared) for number, of in nodes.items()}, shared
 
 
 def _end_at_marks(marks: list[fx.Node], numbers: dict[fx.Node, int | None]) -> None:
@@ -138,28 +138,24 @@ def _end_at_marks(marks: list[fx.Node], numbers: dict[fx.Node, int | None]) -> N
         before, start = number, places[mark]
 
 
-def _hoisted(
+def _shared(
     graph: fx.Graph, numbers: dict[fx.Node, int | None], outer: set[fx.Node]
 ) -> set[fx.Node]:
-    """The nodes in layers that are computed of ``outer`` inputs alone, and what they are computed
-    of."""
+    """The nodes in layers that are computed of ``outer`` inputs alone."""
     changed = {one for node in graph.nodes for one in memory(*written(node))}
     same = set(outer)
     for node in numbers:
         fixed = not writes(node) and not is_call(node, MARK) and not memory(node) & changed
         if fixed and all(arg in same for arg in node.all_input_nodes):
             same.add(node)
-    hoisted: set[fx.Node] = set()
-    for node in reversed(numbers):
-        if node in same and (numbers[node] is not None or hoisted & node.users.keys()):
-            hoisted.add(node)
-    return hoisted
+    return {node for node in same if numbers.get(node) is not None}
 
 
-def _layer(number: int, nodes: list[fx.Node], outer: set[fx.Node]) -> _Layer:
+def _layer(number: int, nodes: list[fx.Node], outer: set[fx.Node], shared: set[fx.Node]) -> _Layer:
     inside = set(nodes)
     carried_in = dict.fromkeys(_carried_in(nodes, inside | outer))
-    carried_out = [n for n in nodes if any(user not in inside for user in n.users)]
+    read_outside = (n for n in nodes if any(user not in inside for user in n.users))
+    carried_out = [n for n in read_outside if n not in shared]
     if len(carried_in) != 1 or len(carried_out) != 1:
         raise TraceError(
             f"layer {number} reads {len(carried_in)} computed values and passes on "

@@ -4,7 +4,7 @@ from .argument import Argument, Port
 from .bench import BENCH
 from .calls import CALLS, METHODS, SAMPLING
 from .engine import ENGINE
-from .requests import COMPLETIONS, MESSAGES, PATHS, RESPONSES, TOKENIZE
+from .requests import COMPLETIONS, GENERATION, MESSAGES, PATHS, RESPONSES, TOKENIZE
 from .serve import SERVE
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "CALLS",
     "COMPLETIONS",
     "ENGINE",
+    "GENERATION",
     "MESSAGES",
     "METHODS",
     "PATHS",

@@ -6,9 +6,7 @@ of them send.  ``serve/http/intake/fields.py`` reads these tables.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from .argument import Argument, ignored, refused, same, table
+from .argument import ignored, refused, same, table
 from .engine import LORA, POOLING, PROCESSORS
 
 _STORED = "answers are not stored; send the conversation"
@@ -18,65 +16,54 @@ _IMAGES = "models read and write text alone; use another server for pictures"
 _DEVELOPERS = "not over HTTP; restart the server with other options"
 
 
-def _generation() -> Iterator[Argument]:
-    """Fields of whatever generates."""
-    yield from same("model stream stream_options request_id temperature top_p top_k min_p seed")
-    yield from same("repetition_penalty presence_penalty frequency_penalty max_tokens min_tokens")
-    yield from same("stop stop_token_ids ignore_eos include_stop_str_in_output")
-    yield from same("skip_special_tokens add_special_tokens logit_bias bad_words n")
-    yield from same("allowed_token_ids truncate_prompt_tokens structured_outputs response_format")
-    yield from same("return_token_ids return_tokens_as_token_ids prompt_logprobs cache_salt")
-    yield from same("priority", "other than 0 needs --scheduling-policy priority")
-    yield from same(
-        "guided_json guided_regex guided_choice guided_grammar", "as structured_outputs has them"
-    )
-    yield from ignored("nobody counts requests by who asks", "user safety_identifier session_id")
-    yield from ignored(_STORED, "store")
-    yield from ignored("there is one tier; see priority", "service_tier", ("auto", "default"))
-    yield from ignored(
+GENERATION = table(
+    same("model stream stream_options request_id temperature top_p top_k min_p seed"),
+    same("repetition_penalty presence_penalty frequency_penalty max_tokens min_tokens"),
+    same("stop stop_token_ids ignore_eos include_stop_str_in_output"),
+    same("skip_special_tokens add_special_tokens logit_bias bad_words n"),
+    same("allowed_token_ids truncate_prompt_tokens structured_outputs response_format"),
+    same("return_token_ids return_tokens_as_token_ids prompt_logprobs cache_salt"),
+    same("priority", "other than 0 needs --scheduling-policy priority"),
+    same("guided_json guided_regex guided_choice guided_grammar", "as structured_outputs has them"),
+    ignored("nobody counts requests by who asks", "user safety_identifier session_id"),
+    ignored(_STORED, "store"),
+    ignored("there is one tier; see priority", "service_tier", ("auto", "default")),
+    ignored(
         "prefixes are found by their tokens, and kept as long as there is room",
         "prompt_cache_key prompt_cache_retention prompt_cache_options",
-    )
-    yield from ignored("max_tokens bounds the length", "verbosity", ("medium",))
-    yield from ignored("a predicted output would only save time", "prediction")
-    yield from ignored(
-        "each server reads its prompts itself", "kv_transfer_params ec_transfer_params"
-    )
-    yield from ignored("models read text alone", "mm_processor_kwargs media_io_kwargs")
-    yield from ignored("no extension reads them", "vllm_xargs")
-    yield from ignored(
+    ),
+    ignored("max_tokens bounds the length", "verbosity", ("medium",)),
+    ignored("a predicted output would only save time", "prediction"),
+    ignored("each server reads its prompts itself", "kv_transfer_params ec_transfer_params"),
+    ignored("models read text alone", "mm_processor_kwargs media_io_kwargs"),
+    ignored("no extension reads them", "vllm_xargs"),
+    ignored(
         "the grammars are llguidance's",
         "guided_decoding_backend guided_whitespace_pattern",
-    )
-    yield from ignored("texts are as the tokenizer decodes them", "spaces_between_special_tokens")
-    yield from ignored("each token is shown when it comes", "stream_interval", (1,))
-    yield from ignored("the server has one template for each model", "chat_template_content_format")
-    yield from ignored("reasoning stays in the text", "include_reasoning separate_reasoning")
-    yield from ignored(
+    ),
+    ignored("texts are as the tokenizer decodes them", "spaces_between_special_tokens"),
+    ignored("each token is shown when it comes", "stream_interval", (1,)),
+    ignored("the server has one template for each model", "chat_template_content_format"),
+    ignored("reasoning stays in the text", "include_reasoning separate_reasoning"),
+    ignored(
         "only answers of vLLM's render endpoints have it", "return_token_offsets return_mm_kwargs"
-    )
-    yield from ignored("the experts of a token are not returned", "routed_experts_prompt_start")
-    yield from ignored(
-        "give chat_template_kwargs={'enable_thinking': …}", "enable_thinking think thinking"
-    )
-    yield from refused("the prompt's last tokens are kept", "truncation_side", ("left",))
-    yield from refused("give structured_outputs or response_format", "structural_tag")
-    yield from refused(
-        "call LLM.beam_search", "use_beam_search length_penalty early_stopping", (1.0,)
-    )
-    yield from refused(
-        "reasoning is not told apart; use max_tokens", "thinking_token_budget", (-1,)
-    )
-    yield from refused("use repetition_penalty", "repetition_detection")
-    yield from refused(PROCESSORS, "logits_processors")
-    yield from refused("give top_logprobs, or logprobs of a completion", "logprob_token_ids")
-    yield from refused("outputs carry no watermark; leave it out", "watermarking")
-    yield from refused("give prompts as text or token ids", "prompt_embeds")
-    yield from refused(LORA, "lora_path lora_request adapter_id")
-
+    ),
+    ignored("the experts of a token are not returned", "routed_experts_prompt_start"),
+    ignored("give chat_template_kwargs={'enable_thinking': …}", "enable_thinking think thinking"),
+    refused("the prompt's last tokens are kept", "truncation_side", ("left",)),
+    refused("give structured_outputs or response_format", "structural_tag"),
+    refused("call LLM.beam_search", "use_beam_search length_penalty early_stopping", (1.0,)),
+    refused("reasoning is not told apart; use max_tokens", "thinking_token_budget", (-1,)),
+    refused("use repetition_penalty", "repetition_detection"),
+    refused(PROCESSORS, "logits_processors"),
+    refused("give top_logprobs, or logprobs of a completion", "logprob_token_ids"),
+    refused("outputs carry no watermark; leave it out", "watermarking"),
+    refused("give prompts as text or token ids", "prompt_embeds"),
+    refused(LORA, "lora_path lora_request adapter_id"),
+)
+"""Fields of whatever generates."""
 
 COMPLETIONS = table(
-    _generation(),
     same("prompt echo logprobs messages max_completion_tokens top_logprobs tools tool_choice"),
     same("parallel_tool_calls add_generation_prompt continue_final_message chat_template_kwargs"),
     same("documents", "for a chat template that reads them"),
@@ -92,10 +79,9 @@ COMPLETIONS = table(
     refused("use tool_choice", "function_call", ("auto", "none")),
     refused("the client searches; give it as a function in tools", "web_search_options"),
 )
-"""Fields of ``/v1/completions`` and ``/v1/chat/completions``."""
+"""Further fields of ``/v1/completions`` and ``/v1/chat/completions``."""
 
 RESPONSES = table(
-    _generation(),
     same("input instructions max_output_tokens text tools tool_choice parallel_tool_calls"),
     same("metadata add_generation_prompt continue_final_message chat_template_kwargs documents"),
     same("reasoning", "its effort, as reasoning_effort of chats"),
@@ -111,10 +97,9 @@ RESPONSES = table(
     refused("give truncate_prompt_tokens, or a shorter input", "truncation", ("disabled",)),
     refused("a long conversation is the client's to shorten", "context_management"),
 )
-"""Fields of ``/v1/responses``."""
+"""Further fields of ``/v1/responses``."""
 
 MESSAGES = table(
-    (argument for argument in _generation() if argument.name != "thinking"),
     same("messages system stop_sequences tools tool_choice parallel_tool_calls output_format"),
     same("add_generation_prompt continue_final_message chat_template_kwargs documents"),
     same("thinking", "enabled or not, for a chat template that reads enable_thinking"),
@@ -129,7 +114,7 @@ MESSAGES = table(
     refused("no code runs here; give functions as tools", "container"),
     refused("the client asks MCP servers; give their functions as tools", "mcp_servers"),
 )
-"""Fields of ``/v1/messages``, Anthropic's form."""
+"""Further fields of ``/v1/messages``, Anthropic's form."""
 
 TOKENIZE = table(
     same("model prompt messages tokens add_special_tokens add_generation_prompt tools"),

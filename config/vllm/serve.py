@@ -26,9 +26,11 @@ SERVE = table(
         "enable_force_include_usage",
         switch=True,
     ),
-    ignored("/metrics has the load", "enable_server_load_tracking", switch=True),
+    ignored("/load and /metrics have it", "enable_server_load_tracking", switch=True),
     ignored(
-        "there are no generated pages", "disable_fastapi_docs enable_offline_docs", switch=True
+        "/docs is one page without files of others",
+        "disable_fastapi_docs enable_offline_docs",
+        switch=True,
     ),
     same("disable_log_stats disable_log_requests disable_uvicorn_access_log", switch=True),
     same("enable_log_requests", "sizes and sampling, never the text", switch=True),

@@ -78,19 +78,15 @@ def captured_source(spec: ModelSpec, model: CapturedModel, inputs: Example) -> S
     facts = spec.captured
     assert facts is not None
     if not facts.layers:
-        return Source(model, inputs, why=why)
+        return Source(
+            model, inputs, why=why, whole="it has no list of layers that attend once each"
+        )
     module, kinds = f"library.{facts.layers}", layer_kinds(spec, model.library)
-    own = f"{WEIGHTS}{module}.{{}}."
+    layers = Repeat(module, kinds, (f"{WEIGHTS}{module}.{{}}.", KV_CACHE))
     if facts.undivided:
-        _log.info("%s is traced whole: %s", spec.architecture, facts.undivided)
-        return Source(model, inputs, shown=Repeat(module, kinds, (own, KV_CACHE)), why=why)
-    return Source(
-        model,
-        inputs,
-        Repeat(module, kinds, (own, KV_CACHE)),
-        lambda: model.running_once(kinds, mark),
-        why=why,
-    )
+        return Source(model, inputs, why=why, whole=facts.undivided, shown=layers)
+    once = partial(model.running_once, kinds, mark)
+    return Source(model, inputs, layers, once, why=why)
 
 
 def rewritten_program(spec: ModelSpec, model: CapturedModel, config: CompileConfig) -> Program:

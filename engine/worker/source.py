@@ -5,6 +5,7 @@ The model that is traced has one layer of each kind, on fake tensors: it needs n
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -41,6 +42,7 @@ from .step_arguments import (
     module_arguments as module_arguments,
 )
 
+_log = logging.getLogger(__name__)
 _MODEL_SOURCES = (
     "model_executor/models",
     "model_executor/attention",
@@ -204,8 +206,11 @@ def _captured_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = fake_model(spec, device)
         inputs = example(spec, config.cache.block_size, device)
+    source = captured_source(spec, model, inputs)
+    if source.whole:
+        _log.info("%s: all layers are traced: %s", spec.architecture, source.whole)
     return replace(
-        captured_source(spec, model, inputs),
+        source,
         outside=partial(outside_calls, spec),
         prove=(lambda: prove(spec, config)) if config.compile.proof else None,
         describe=lambda: describe(

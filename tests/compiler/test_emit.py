@@ -36,6 +36,7 @@ def with_head_norms(device: torch.device) -> Pieces:
     return lowered_pieces(2, device, HAND_KERNELS, qk_norm=True)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("num_tokens", [1, 2, 17])
 @pytest.mark.parametrize("model", ["hand", "with_head_norms"])
 def test_printed_code_equals_its_graph_bit_for_bit(

@@ -59,6 +59,7 @@ LOST = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("name", "op", "argument"), [(name, op, a) for name, op, arguments in LOST for a in arguments]
 )

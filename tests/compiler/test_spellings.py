@@ -4,6 +4,7 @@ the backend what eager gives, and verification refuses none of its rewrites, but
 from __future__ import annotations
 
 import functools
+import random
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -140,12 +141,15 @@ def problems(batch: Sequence[Spelling], run: Any) -> list[str]:
         return found or [f"only together: {[one.words for one in batch]}: {error}"]
 
 
-def batches(count: int, every: int = 1) -> Iterator[list[Spelling]]:
-    drawn = spellings()[::every]
+def batches(drawn: Sequence[Spelling], count: int) -> Iterator[Sequence[Spelling]]:
     return (drawn[i : i + count] for i in range(0, len(drawn), count))
 
 
-def test_every_spelling_gives_what_eager_gives_and_is_verified() -> None:
+def test_every_spelling_gives_what_eager_gives_and_is_verified(fw_seed: int, fw_cases: int) -> None:
+    """Half of them, by the seed; ``--fw-cases 2`` has all."""
+    all_of_them = spellings()
+    is_half = fw_cases == 1
+    drawn = random.Random(fw_seed).sample(all_of_them, len(all_of_them) // (1 + is_half))
     sites: Counter[tuple[str, bool]] = Counter()
     expected: Counter[str] = Counter()
     wrong: list[str] = []
@@ -157,7 +161,7 @@ def test_every_spelling_gives_what_eager_gives_and_is_verified() -> None:
             wrong.extend(f"{site} has no reason" for site in report.missed if not site.reason)
         return results
 
-    for batch in batches(BATCH):
+    for batch in batches(drawn, BATCH):
         wrong += problems(batch, run)
         for spelling in batch:
             expected[spelling.rule] += spelling.sites
@@ -165,13 +169,14 @@ def test_every_spelling_gives_what_eager_gives_and_is_verified() -> None:
     for rule, count in expected.items():
         assert sites[rule, True] + sites[rule, False] == count, rule
     for rule in [*expected, "fuse_add_norm"]:
-        assert sites[rule, True] >= 20 and sites[rule, False], (rule, sites)
+        missed = sites[rule, False] or is_half
+        assert sites[rule, True] >= (5 if is_half else 20) and missed, (rule, sites)
 
 
 def test_dynamo_and_dynamic_sizes_change_nothing() -> None:
     """A few through ``torch.compile``, the rest op by op; every second graph of dynamic sizes."""
     wrong: list[str] = []
-    for index, batch in enumerate(batches(12, every=12)):
+    for index, batch in enumerate(batches(spellings()[::12], 12)):
         run = functools.partial(compiled, dynamic=index % 2 == 1, rest="eager")
         wrong += problems(batch, run)
     assert not wrong, "\n".join(wrong)

@@ -76,6 +76,7 @@ def without_node_names(plan: Plan) -> str:
     return re.sub(r"%\w+", lambda m: numbers.setdefault(m[0], f"%{len(numbers)}"), str(plan.steps))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("name", "device"), zip(SPECS, ["cuda", "cpu", "cpu", "cuda"], strict=True)
 )

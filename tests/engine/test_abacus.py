@@ -49,6 +49,7 @@ def solved_wrongly(llm: LLM, problems: list[Problem]) -> list[Problem]:
     return [p for p, answer in zip(problems, given, strict=True) if p.answer != answer]
 
 
+@pytest.mark.product
 def test_exact_match_of_99_percent(llm: LLM, device: torch.device) -> None:
     problems = PROBLEMS[: 1000 if device.type == "cuda" else 200]
     wrong = solved_wrongly(llm, problems)
@@ -67,6 +68,7 @@ def test_fp8_experts_lose_half_a_point_at_most(device: torch.device) -> None:
     assert max(quantized) - exact <= len(problems) // 200
 
 
+@pytest.mark.product
 def test_answers_do_not_depend_on_the_batch_size(llm: LLM, device: torch.device) -> None:
     fast = device.type == "cuda" and llm.report()["level"] > 0
     prompts = [p.prompt for p in PROBLEMS[: 64 if fast else 16]]
@@ -92,6 +94,7 @@ def test_decode_steps_replay_full_graphs(device: torch.device) -> None:
     assert llm.report()["dispatch"]["mixed"].get("NONE", 0) == before
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 64, "max_num_seqs": 8}])
 def test_async_scheduling_changes_nothing(device: torch.device, options: dict[str, Any]) -> None:
     """Greedy, sampled, penalized and stopped requests, with one step in flight and without."""

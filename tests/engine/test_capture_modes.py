@@ -120,6 +120,7 @@ MIXED = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("mode", "level"), [("NONE", 1), ("PIECEWISE", 1), ("FULL_AND_PIECEWISE", 2), ("FULL", 2)]
 )

@@ -244,13 +244,17 @@ setups = (
 )
 
 
-@settings(max_examples=60, deadline=None)
-@given(setups, st.integers(0, 2**32), st.sampled_from([0.1, 0.5, 1.0]))
-def test_every_request_gets_its_solo_answer(setup: Setup, seed: int, busy: float) -> None:
-    play(setup, random.Random(seed), num_steps=40, busy=busy)
+def test_every_request_gets_its_solo_answer(fw_cases: int) -> None:
+    @settings(max_examples=30 * fw_cases, deadline=None)
+    @given(setups, st.integers(0, 2**32), st.sampled_from([0.1, 0.5, 1.0]))
+    def plays(setup: Setup, seed: int, busy: float) -> None:
+        play(setup, random.Random(seed), num_steps=40, busy=busy)
+
+    plays()
 
 
 # Two of each chunk, such that every two of the three axes meet with all their values.
+@pytest.mark.product(3)
 @pytest.mark.parametrize(
     ("chunk", "async_scheduling", "prefix_caching"),
     [

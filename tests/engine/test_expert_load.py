@@ -13,8 +13,6 @@ from fusewright.config import UserError
 from fusewright.serve.cli import main
 from tests.model_executor.tiny_models import BY_NAME
 
-pytestmark = pytest.mark.usefixtures("frozen_heap")
-
 
 @pytest.mark.parametrize(("name", "level"), [("qwen2_moe", 0), ("mixtral", 2)])
 def test_every_computed_token_counts_once(name: str, level: int, tmp_path: Path) -> None:

@@ -130,6 +130,7 @@ def test_one_failed_output_of_several_ends_alone() -> None:
     assert [c.finish_reason for c in output.outputs] == ["error", "length"]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("seed", range(20))
 def test_random_faults_lose_no_block_and_spoil_no_answer(seed: int) -> None:
     rng = random.Random(seed)

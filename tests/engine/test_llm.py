@@ -299,6 +299,7 @@ def test_metrics_tell_times_and_preemptions() -> None:
 @pytest.mark.parametrize("enabled", [True, False])
 def test_no_full_collection_walks_over_the_heap_while_requests_run(enabled: bool) -> None:
     llm = toy_llm()
+    gc.unfreeze()  # what the tests have frozen would stay so
     run, frozen = llm.engine.step, []
 
     def step() -> list[RequestOutput]:

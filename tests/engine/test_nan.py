@@ -150,6 +150,7 @@ def check_error(given: CompletionOutput) -> None:
     assert given.error.startswith("logits are NaN or infinite at output token 1: check the weights")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize(
     ("weight", "index"),

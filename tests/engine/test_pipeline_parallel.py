@@ -26,7 +26,7 @@ from tests.engine.test_parity import MAX_LEN, LogitsRecorder, check, crowd, refe
 from tests.engine.test_rank_faults import LONG, is_gone
 from tests.model_executor.tiny_models import BY_NAME
 
-pytestmark = pytest.mark.usefixtures("warm", "frozen_heap", "no_engine_is_left")
+pytestmark = pytest.mark.usefixtures("warm", "no_engine_is_left")
 TINY: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",

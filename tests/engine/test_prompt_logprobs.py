@@ -47,6 +47,7 @@ def expected(
     return {ids: generated(reference, [*ids]) for ids in {(*o.prompt_token_ids,) for o in plain}}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     "more",
     [

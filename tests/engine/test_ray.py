@@ -27,7 +27,6 @@ from fusewright.engine.worker.place import Seat, places
 from tests.engine.test_rank_faults import LONG, OPTIONS, is_gone, others, rank_0_killed
 from tests.serve.server_process import wait_for
 
-pytestmark = pytest.mark.usefixtures("frozen_heap")
 RAY: dict[str, Any] = {**OPTIONS, "distributed_executor": "ray"}
 PROMPTS = ["37+58=", "sort 5 3 9 1="]
 NODE = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
@@ -74,6 +73,7 @@ def test_ranks_on_two_nodes_answer_as_one_rank() -> None:
     wait_for(lambda: is_gone(actor))
 
 
+@pytest.mark.thorough
 def test_a_rank_lost_in_a_step_ends_the_engine() -> None:
     """The next test starts another engine in the same cluster."""
     with LLM("abacus", **RAY) as llm:

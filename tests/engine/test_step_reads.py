@@ -58,7 +58,6 @@ def test_experts_count_as_often_as_equally_likely_ones_are_chosen(num_tokens: in
     assert reads.count(ints(3), ints(num_tokens)) == pytest.approx(7 + 1000 * mean)
 
 
-@pytest.mark.usefixtures("frozen_heap")
 @pytest.mark.parametrize("name", ["llama_gqa", "llama_mha_tied", "qwen2_moe"])
 def test_a_model_reads_all_that_it_holds_but_what_is_gathered(name: str, tmp_path: Path) -> None:
     BY_NAME[name].save(tmp_path)

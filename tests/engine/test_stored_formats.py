@@ -22,7 +22,7 @@ from tests.engine.test_torchrun import launch
 from tests.model_executor.stored_formats import INT4, INT8, TINY, admitted, logits_of, save
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.usefixtures("warm", "frozen_heap")
+pytestmark = pytest.mark.usefixtures("warm")
 NUM_TOKENS = 8
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -45,7 +45,7 @@ def both_are_admitted() -> Iterator[None]:
         (INT8.name, 0),
         pytest.param(INT8.name, 2, marks=pytest.mark.slow),
         (INT4.name, 0),
-        pytest.param(INT4.name, 1, marks=pytest.mark.slow),
+        pytest.param(INT4.name, 1, marks=pytest.mark.thorough),
     ],
 )
 def test_logits_are_those_of_the_stored_numbers(
@@ -126,7 +126,7 @@ with LLM({folder!r}, tensor_parallel_size=2, optimization_level={level}, **{opti
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_ranks_answer_as_the_stored_numbers_do(tmp_path: Path) -> None:
     """The ranks of torchrun run a script, which admits the formats in each of them."""
     folder, script = tmp_path / "model", tmp_path / "script.py"

@@ -23,7 +23,7 @@ from tests.engine.test_abacus import REQUESTS
 from tests.engine.test_parity import MAX_LEN, OF_EXPERTS, LogitsRecorder, check, crowd, references
 from tests.model_executor.tiny_models import BY_NAME
 
-pytestmark = pytest.mark.usefixtures("warm", "frozen_heap", "no_engine_is_left")
+pytestmark = pytest.mark.usefixtures("warm", "no_engine_is_left")
 SMALL: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_num_seqs": 4}
 ABACUS: dict[str, Any] = {**SMALL, "max_num_seqs": 16, "max_model_len": 64}
 
@@ -37,6 +37,7 @@ def tiny(name: str, folder: Path, world: int, **options: Any) -> LLM:
 EVERY_PASS: dict[str, Any] = {"verify": True, "passes": PASSES}
 
 
+@pytest.mark.product(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "world", "options"),

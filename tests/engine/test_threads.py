@@ -116,7 +116,7 @@ def test_threads_that_come_and_go_lose_nothing(seed: int) -> None:
     assert not engine.has_unfinished()
     check_invariants(engine.core.scheduler)
     assert engine.core.scheduler.pool.num_free == setup.num_blocks
-    assert gc.isenabled() and gc.get_freeze_count() == 0
+    assert gc.isenabled()
 
 
 def test_a_stream_may_be_closed_by_another_thread() -> None:
@@ -238,7 +238,6 @@ def test_closing_ends_what_runs_and_refuses_the_rest_by_name() -> None:
             call()
 
 
-@pytest.mark.usefixtures("frozen_heap")
 @pytest.mark.parametrize("level", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_leaving_the_block_frees_the_memory(level: int) -> None:
     options = {"device": "cpu", "dtype": "float", "max_num_seqs": 4, "tensor_parallel_size": 1}

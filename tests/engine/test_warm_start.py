@@ -255,16 +255,19 @@ def test_a_start_that_would_compile_or_miss_a_fusion_is_refused_in_one_line(made
 
 
 @pytest.fixture(scope="module")
-def damaged(made: Made) -> dict[str, list[Any]]:
-    """For each damage: a start that must not compile, one that may, and again one that must not,
-    all from a copy of the store with that damage."""
+def damaged(made: Made, request: pytest.FixtureRequest) -> dict[str, list[Any]]:
+    """For each damage that a test of this run has: a start that must not compile, one that may, and
+    again one that must not, all from a copy of the store with that damage."""
+    asked = [item for item in request.session.items if item.path == request.path]
+    names = [name for name in DAMAGES if any(f"[{name}]" in item.nodeid for item in asked)]
     private = Ed25519PrivateKey.generate()
     public = private.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     trusted = made.folder / "trusted.pem"
     trusted.write_bytes(public)
     trusted.chmod(0o644)
     argvs = []
-    for name, damage in DAMAGES.items():
+    for name in names:
+        damage = DAMAGES[name]
         store = made.folder / "damaged" / name.replace(" ", "-")
         store.parent.mkdir(exist_ok=True)
         subprocess.run(["cp", "-a", made.store, store], check=True)
@@ -274,9 +277,10 @@ def damaged(made: Made) -> dict[str, list[Any]]:
         strict = made.argv("--require-cache", *flags, store=store)
         argvs += [strict, made.argv(*flags, store=store), strict]
     told = run("commands", env=environment(made.folder), argvs=argvs)["told"]
-    return {name: told[3 * i : 3 * i + 3] for i, name in enumerate(DAMAGES)}
+    return {name: told[3 * i : 3 * i + 3] for i, name in enumerate(names)}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damage_is_refused_under_require_cache_and_else_repaired(
     damaged: dict[str, list[Any]], name: str, made: Made
@@ -328,7 +332,7 @@ def unkept(made: Made) -> Iterator[Unkept]:
             "commands",
             env=environment(top) | {"TMPDIR": str(scratch)},
             before=bound_by_modes(),
-            argvs=[without, *stores],
+            argvs=[[*argv, "-O1"] for argv in (without, *stores)],  # which compiles least
         )
         full = [list((disk / "store" / name).iterdir()) for name in ("artifacts", "tmp")]
     at_home = [*home.parent.rglob("*")] if home.parent.exists() else []

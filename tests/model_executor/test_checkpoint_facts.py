@@ -90,6 +90,7 @@ def fp8(spec: ModelSpec) -> ModelSpec:
     return quantize_online(spec, "fp8")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("change", [replace, lambda spec, **ranks: fp8(replace(spec, **ranks))])
 @pytest.mark.parametrize("ranks", ["tensor_parallel_size", "pipeline_parallel_size"])
 @every_case

@@ -74,6 +74,7 @@ def check_together(whole: DecoderModel, ranks: list[DecoderModel]) -> None:
                     assert torch.equal(ours, theirs), f"{name}.{kind} of rank {rank}"
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", NAMES)

@@ -96,6 +96,7 @@ def read(folder: Path, changes: dict[str, Any]) -> ModelSpec:
     return read_spec(folder)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rotations_equal_transformers_at_all_positions_served(variant: str, tmp_path: Path) -> None:
     spec = read(tmp_path, VARIANTS[variant])

@@ -80,6 +80,7 @@ def runnable(op: SemanticOp, impl: Implementation, case: Case, device: torch.dev
     return impl.supports(desc)
 
 
+@pytest.mark.product(3)
 @pytest.mark.parametrize(("op", "impl", "dtype"), TRIPLES)
 def test_implementation_matches_reference(
     op: SemanticOp,
@@ -111,6 +112,7 @@ def test_implementation_matches_reference(
         pytest.skip(f"no case runs here: {refused}")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("op", "impl"), PAIRS)
 def test_dispatcher_op_is_registered_soundly(
     op: SemanticOp, impl: Implementation, device: torch.device, fw_seed: int

@@ -22,6 +22,7 @@ def cases(op: SemanticOp, dtype: torch.dtype | None = None) -> list[Case]:
     return list(op.cases(dtype or op.dtypes[0], CPU, generator))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("op", ALL_OPS, ids=lambda op: op.name)
 def test_symbolic_cost_evaluates_to_the_concrete_one(op: SemanticOp) -> None:
     symbolic_seen = False

@@ -30,6 +30,7 @@ def store(implementation: str, slots: list[int], device: torch.device) -> tuple[
     return tuple(c.transpose(1, 2).flatten(0, 1) for c in (before, cache))  # type: ignore[return-value]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("slot", range(SLOTS))
 @pytest.mark.parametrize("padding", [(1, 0), (0, 1), (3, 5)])
 def test_padding_never_touches_any_slot(

@@ -289,6 +289,7 @@ def names(variants: set[Variant]) -> set[str]:
     return {f"{variant.name} {variant.to_json()}" for variant in variants}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("op", WITH_TRITON)
 def test_representative_sizes_need_every_variant_of_llama_3_8b(op: str) -> None:
     few = variants_of(launches(op, LLAMA_3_8B, representative_sizes()))
@@ -311,6 +312,7 @@ def test_representative_sizes_need_every_variant_of_other_models(
     assert not names(more) - names(few), f"--fw-seed={fw_seed}"
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("op", WITH_TRITON)
 def test_limits_and_memory_add_no_variants(op: str) -> None:
     sizes = representative_sizes()

@@ -47,6 +47,7 @@ def of_a_chain(terms: int) -> float:
     return 1.25 * 2.0**-24 * float(terms) ** 0.5
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("implementation", [impl.name for impl in OP.implementations])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),

@@ -32,6 +32,7 @@ def test_every_op_has_an_oracle() -> None:
     assert ORACLES.keys() == {op.name for op in LOCAL_OPS}
 
 
+@pytest.mark.product
 @EVERY
 def test_reference_agrees_with_its_oracle(op: SemanticOp, fw_seed: int) -> None:
     for dtype in op.dtypes:

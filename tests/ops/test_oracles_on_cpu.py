@@ -23,6 +23,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.product
 @EVERY
 def test_whatever_runs_on_a_cpu_is_compared(
     op: SemanticOp, monkeypatch: pytest.MonkeyPatch

@@ -98,6 +98,7 @@ def calls(world: int, rows: int, activation: str | None, bias: bool) -> list[Cal
     return of_ranks
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("world", "rows", "activation", "bias"),
     [

@@ -92,6 +92,7 @@ def test_matches_a_scalar_float64_oracle(
     check_case(OP, case, torch.float32, OP.overload(implementation))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("fp8", ["kv", "scaled kv", "scaled kv, out"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -68,6 +68,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", SCALINGS)
 def test_table_equals_transformers(name: str, head_dim: int) -> None:

@@ -113,6 +113,7 @@ def names(fn: Any) -> Any:
     return getattr(fn, "__name__", None)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize(
     ("fn", "graph"),

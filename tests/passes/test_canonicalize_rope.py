@@ -50,6 +50,7 @@ def names(fn: Any) -> Any:
     return getattr(fn, "__name__", None)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("fn", "dtype", "batch"),
     in_turn([*HALVES, *PAIRS, pairs_to_halves], [torch.float32, BF16, torch.float16], [1, BATCH]),
@@ -313,6 +314,7 @@ MUTATED: list[tuple[Any, Change]] = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize(("fn", "change"), MUTATED)
 def test_wrong_rewrites_are_caught(fn: Any, change: Change, dtype: torch.dtype) -> None:

@@ -33,6 +33,7 @@ def inputs() -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("reduced", [False, True], ids=["sum kept", "all-reduced"])
 @pytest.mark.parametrize("order", ["no add", "r + sum", "sum + r"])
 @pytest.mark.parametrize("quantize", SUFFIX)

@@ -364,6 +364,7 @@ def _right(name: str, model: Callable[..., Any]) -> tuple[str, Any]:
     return digest(right), outcome(right, model)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
 def test_every_wrong_rewrite_is_caught_and_would_show(mutation: Mutation) -> None:
     """Without verification it would be a wrong number, or a crash."""

@@ -46,6 +46,7 @@ class WrongEps:
         return report
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("wrong", [0, 3, 9])
 def test_one_wrong_rewrite_among_ten_is_found(wrong: int) -> None:
     cleanup, fuse_act = build_passes(["cleanup", "fuse_act"])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from fusewright.bench import startup
 from fusewright.compiler.artifacts.artifact import Artifact
 from fusewright.ops import KERNELS
 from fusewright.serve.cli import main
@@ -219,14 +220,39 @@ def test_nothing_is_compiled_for_a_gpu_where_triton_interprets(
 # bench startup
 
 
+def test_a_start_that_is_measured_finds_nothing_but_its_store(tmp_path: Path) -> None:
+    """Headers that Inductor has compiled are in the folder for temporary files."""
+    found = startup._fresh(tmp_path / "store", tmp_path / "cold")
+    assert found.pop("FUSEWRIGHT_CACHE_DIR") == str(tmp_path / "store")
+    assert {*found} == {
+        *("TMPDIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "FUSEWRIGHT_BAKED_DIR")
+    }
+    assert all(Path(path).is_relative_to(tmp_path / "cold") for path in found.values())
+    assert not [path for path in (tmp_path / "cold").rglob("*") if path.is_file()]
+
+
 @pytest.fixture
-def measured(tmp_path: Path, device: torch.device) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Table, progress and JSON of one cold and one warm start, at the level that compiles least."""
+def measured(
+    tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Table, progress and JSON of one cold and one warm start, at the level that compiles least.
+
+    What Inductor compiles once for a machine, headers and probes of the processor, is that of all
+    tests: it would take half a minute."""
+    fresh = startup._fresh
+
+    def with_a_store(store: Path, scratch: Path) -> dict[str, str]:
+        found = fresh(store, scratch)
+        return {name: found[name] for name in found if name.startswith("FUSEWRIGHT_")}
+
+    monkeypatch.setattr(startup, "_fresh", with_a_store)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     argv = ["bench", "startup", "abacus", "-O1", "--device", device.type, "--iterations", "1"]
     argv += ["--num-gpu-blocks-override", "64", "--output", str(tmp_path / "startup.json")]
-    done = shell(tmp_path, *argv)
-    assert done.returncode == 0, done.stderr
-    yield done.stdout, done.stderr, json.loads((tmp_path / "startup.json").read_text())
+    code = main(argv)
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    yield out, err, json.loads((tmp_path / "startup.json").read_text())
     assert not (tmp_path / "store").exists(), "it has stores of its own"
 
 

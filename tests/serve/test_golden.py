@@ -32,6 +32,7 @@ def explained(model: str, weights: str) -> Explanation:
     return explain_model(options, target_sm=90)[1]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("model", MODELS)
 def test_sites_and_launches_are_as_checked_in(

@@ -90,7 +90,11 @@ def test_a_reader_parses_refuses_and_survives_its_process() -> None:
         async with reader.turn():
             body = await reader.parse(bytearray(text.encode()), ChatRequest)
         assert body.messages == expected and body.model_fields_set == {"messages"}
-        assert "no such field" in await refused(reader, b'{"prompt": "1", "x": 1}')
+        unknown = b'{"prompt": "1", "stream_options": {"x": 1}}'
+        assert "no such field" in await refused(reader, unknown)
+        async with reader.turn():
+            body = await reader.parse(bytearray(b'{"messages": [], "x": [1]}'), ChatRequest)
+        assert body.model_extra == {"x": [1]}
         assert "not JSON" in await refused(reader, b'{"prompt": ' + b"[" * 5000 + b"]" * 5000)
         assert "lists and objects" in await refused(reader, b"[" * MANY)
         process: Any = reader._process

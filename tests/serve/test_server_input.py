@@ -40,7 +40,6 @@ BAD: list[tuple[str, Any, str | None]] = [
     ("an unknown id", {"prompt": [1, 10**6]}, "prompt"),
     ("a huge id", {"prompt": [1, 10**30]}, "prompt"),
     ("an endless prompt", {"prompt": "1" * 600}, "prompt"),
-    ("a misspelled field", {"prompt": "1", "temprature": 1}, "temprature"),
     ("text for a number", {"prompt": "1", "n": "2"}, "n"),
     ("true for a number", {"prompt": "1", "max_tokens": True}, "max_tokens"),
     ("huge n", {"prompt": "1", "n": 10**9}, "n"),

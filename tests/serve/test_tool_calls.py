@@ -96,6 +96,7 @@ WRITTEN: dict[str, tuple[str, dict[str, Any], Message]] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("text, more, message", WRITTEN.values(), ids=list(WRITTEN))
 def test_an_answer_and_a_stream_have_the_same_content_and_calls(
     http: httpx.Client, text: str, more: dict[str, Any], message: Message

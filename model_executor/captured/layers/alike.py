@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from ..interfaces import AttentionCall
 
@@ -61,6 +61,7 @@ class LayerRecords(TorchDispatchMode):
         stack: Any = model.get_submodule(self.layers) if self.layers else ()
         self._all = [_Layer() for _ in stack]
         self._made: dict[int, tuple[Tensor, int | None, int]] = {}
+        self._memory = {tensor.untyped_storage()._cdata: 0 for tensor in tensors.values()}
         self._begun, self._inside, self._outside = 0, False, 0
         self._hooks = [
             hook
@@ -80,8 +81,6 @@ class LayerRecords(TorchDispatchMode):
         for number, layer in enumerate(self._all):
             if layer.calls != 1:
                 self._undivide(f"layer {number} calls attention {layer.calls} times")
-        if self.undivided:
-            return tuple(range(len(self._all)))
         seen: dict[str, int] = {}
         kinds = []
         for number, layer in enumerate(self._all):
@@ -97,26 +96,41 @@ class LayerRecords(TorchDispatchMode):
         self._write(("attention", call.facts, call.scale, call.soft_cap, *map(self._label, read)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        written = [a.name for a in func._schema.arguments if a.is_write]
-        label = (str(func), *(tree_map_only(Tensor, self._label, x) for x in (args, kwargs)))
-        if written and self._inside:
-            first = args[0] if args and isinstance(args[0], Tensor) else None
-            _, layer, _ = self._made.get(id(first), (None, None, 0))
-            if written != [func._schema.arguments[0].name] or layer != self._begun - 1:
-                self._undivide(f"layer {self._begun - 1} writes by {func} to what it has not made")
-        self._write(label)
-        out = func(*args, **kwargs)
-        for tensor in tree_leaves(out):
+        if func._schema.is_mutable:
+            self._check_written(func, args)
+        self._write((func, self._described(args), self._described(kwargs)))
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(tensor, Tensor) and id(tensor) not in self._made:
                 self._number(tensor)
         return out
+
+    def _check_written(self, func: Any, args: Any) -> None:
+        """A layer may write to what it has made alone, and the model to nothing between layers."""
+        written = [a.name for a in func._schema.arguments if a.is_write]
+        own = written == [func._schema.arguments[0].name] and self._owner(args[0]) == self._begun
+        if self._inside and not own:
+            self._undivide(f"layer {self._begun - 1} writes by {func} to what it has not made")
+        elif not self._inside and 0 < self._begun < len(self._all):
+            self._undivide(f"the model writes by {func} between its layers")
+
+    def _owner(self, tensor: Tensor) -> int:
+        """The number of layers that had begun when memory was made."""
+        return self._memory.get(tensor.untyped_storage()._cdata, 0)
+
+    def _described(self, arg: Any) -> Any:
+        if isinstance(arg, Tensor):
+            return self._label(arg)
+        if isinstance(arg, (list, tuple)):
+            return tuple(map(self._described, arg))
+        return tuple(map(self._described, arg.items())) if isinstance(arg, dict) else arg
 
     def _write(self, entry: Any) -> None:
         if self._inside:
             self._all[self._begun - 1].record.append(entry)
 
     def _number(self, tensor: Tensor) -> None:
+        self._memory.setdefault(tensor.untyped_storage()._cdata, self._begun)
         if self._inside:
             number = self._begun - 1
             self._all[number].made += 1

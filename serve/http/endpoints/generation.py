@@ -134,15 +134,15 @@ def _variables(state: ServerState, body: Templated) -> dict[str, Any]:
         ApiError: the name of one is taken, or the template does not read it and the server is
             strict.
     """
-    inputs, given = state.client.inputs, dict(body.chat_template_kwargs or {})
+    inputs, kwargs = state.client.inputs, dict(body.chat_template_kwargs or {})
     try:
         read = inputs.require_tokenizer().chat_templates.variables
         inputs.check_template_variables(
-            name for name in given if name in TAKEN or (state.fields.strict and name not in read)
+            name for name in kwargs if name in TAKEN or (state.fields.strict and name not in read)
         )
     except UserError as error:
         raise api_error(error, "chat_template_kwargs") from error
-    asked = {f"chat_template_kwargs.{name}": {name: value} for name, value in given.items()}
+    asked = {f"chat_template_kwargs.{name}": {name: value} for name, value in kwargs.items()}
     asked["documents"] = {} if body.documents is None else {"documents": body.documents}
     if (effort := body.reasoning_effort) is not None:
         thinks = {"enable_thinking": effort != "none"}

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ....engine.frontend.outputs import CompletionOutput
 from ..intake.errors import ApiError
 from ..intake.protocol import CountTokensRequest
 from ..tool_calls.call_reader import Call, CallReader
@@ -180,13 +181,16 @@ class Blocks:
         """The events of a text that has come."""
         return self._add([text] if self._reader is None else self._reader.push(text))
 
-    def finish(self, reason: str | None, stop: int | str | None) -> list[dict[str, Any]]:
-        """The last events of blocks, when the output ends for ``reason`` by ``stop``."""
+    def finish(self, output: CompletionOutput, max_tokens: int) -> list[dict[str, Any]]:
+        """The last events of blocks, when the output has ended, which could have ``max_tokens``."""
+        reason, stop = output.finish_reason, output.stop_reason
         events = []
         if self._reader is not None:
             events = self._add(self._reader.finish())
             reason = self._reader.finish_reason(reason)
         self.stop_reason = _STOP_REASONS.get(reason or "", "end_turn")
+        if self.stop_reason == "max_tokens" and len(output.token_ids) < max_tokens:
+            self.stop_reason = "model_context_window_exceeded"
         if isinstance(stop, str) and self.stop_reason == "end_turn":
             self.stop_reason, self.stop_sequence = "stop_sequence", stop
         return events + self._end_text()

@@ -31,12 +31,12 @@ async def messages(request: Request) -> Response:
     prompt, params, tools = await conversation(state, asked, talk, max_tokens=body.max_tokens)
     job = await state.submit(body, [prompt], params, request)
     if body.stream:
-        return EventStream(state, job, _stream(job, tools), _failed, done=b"")
+        return EventStream(state, job, _stream(job, tools, body.max_tokens), _failed, done=b"")
     (output,) = await whole(state, job, request.receive)
     (completion,) = output.outputs
     blocks = Blocks(tools.reader())
     blocks.push(completion.text)
-    blocks.finish(completion.finish_reason, completion.stop_reason)
+    blocks.finish(completion, body.max_tokens)
     answer = _message(job, blocks, _usage(job, output))
     return json_response(answer, headers={"x-request-id": job.name, "request-id": job.name})
 
@@ -119,7 +119,7 @@ def _usage(job: Job, output: RequestOutput | None) -> dict[str, int]:
     }
 
 
-async def _stream(job: Job, tools: Tools) -> AsyncGenerator[bytes, None]:
+async def _stream(job: Job, tools: Tools, max_tokens: int) -> AsyncGenerator[bytes, None]:
     blocks = Blocks(tools.reader())
     begun = _message(job, blocks, _usage(job, None))
     yield named_event({"type": "message_start", "message": begun})
@@ -130,7 +130,7 @@ async def _stream(job: Job, tools: Tools) -> AsyncGenerator[bytes, None]:
             last = delta.request
             events += blocks.push(delta.text)
             if delta.output.finish_reason is not None:
-                events += blocks.finish(delta.output.finish_reason, delta.output.stop_reason)
+                events += blocks.finish(delta.output, max_tokens)
         if events:
             yield b"".join(map(named_event, events))
     stop = {"stop_reason": blocks.stop_reason, "stop_sequence": blocks.stop_sequence}

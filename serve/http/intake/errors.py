@@ -37,7 +37,7 @@ _ANTHROPIC_KINDS = {
 }
 ANTHROPIC = "/v1/messages"
 """The paths that begin so answer in Anthropic's form."""
-_FIELDS = re.compile(r"^(\w+)=")
+_FIELDS = re.compile(r"^(\w+)(?:=| has )")
 _MOST_MESSAGE = 2000
 """Characters of a message: some repeat what is wrong, which may be all of the body."""
 _MOST_SHOWN = 100

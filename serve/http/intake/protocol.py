@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from ....config.vllm import COMPLETIONS, MESSAGES, RESPONSES, TOKENIZE, Argument
+from ....config.vllm import COMPLETIONS, GENERATION, MESSAGES, RESPONSES, TOKENIZE, Argument
 from ....engine.messages.sampling_params import MAX_BAD_WORDS, MAX_BIASES
 
 MOST_STOPS = 64
@@ -66,9 +66,11 @@ class Generation(Fields):
     Attributes:
         id_prefix: how the ids of the answers begin.
         prompt_field: the field from which prompts are made.
+        is_cut: an output ends where the context does, if it may have more tokens than fit.
     """
 
     id_prefix: ClassVar[str]
+    is_cut: ClassVar[bool] = False
     prompt_field: ClassVar[str]
 
     model: str | None = None
@@ -118,7 +120,7 @@ class Generation(Fields):
 class CompletionRequest(Generation):
     """``POST /v1/completions``."""
 
-    id_prefix, prompt_field, table = "cmpl-", "prompt", COMPLETIONS
+    id_prefix, prompt_field, table = "cmpl-", "prompt", {**GENERATION, **COMPLETIONS}
     prompt: (
         str
         | Ids
@@ -145,7 +147,7 @@ class Templated(Fields):
 class ChatRequest(Generation, Templated):
     """``POST /v1/chat/completions``."""
 
-    id_prefix, prompt_field, table = "chatcmpl-", "messages", COMPLETIONS
+    id_prefix, prompt_field, table = "chatcmpl-", "messages", {**GENERATION, **COMPLETIONS}
     messages: _Messages
     echo: bool | None = None
     max_completion_tokens: int | None = None
@@ -158,7 +160,7 @@ class ChatRequest(Generation, Templated):
 class ResponsesRequest(Generation, Templated):
     """``POST /v1/responses``."""
 
-    id_prefix, prompt_field, table = "resp_", "input", RESPONSES
+    id_prefix, prompt_field, table = "resp_", "input", {**GENERATION, **RESPONSES}
     n: Literal[1] | None = None
     input: str | _Messages
     instructions: str | None = None
@@ -173,7 +175,7 @@ class ResponsesRequest(Generation, Templated):
 class CountTokensRequest(Templated):
     """``POST /v1/messages/count_tokens``: the conversation of Anthropic's form."""
 
-    table = MESSAGES
+    table = {**GENERATION, **MESSAGES}
     model: str | None = None
     messages: _Messages
     system: str | _Messages | None = None
@@ -186,7 +188,7 @@ class CountTokensRequest(Templated):
 class MessagesRequest(Generation, CountTokensRequest):
     """``POST /v1/messages``."""
 
-    id_prefix, prompt_field = "msg_", "messages"
+    id_prefix, prompt_field, is_cut = "msg_", "messages", True
     n: Literal[1] | None = None
     max_tokens: int
     stop_sequences: Annotated[list[_Stop], Field(fail_fast=True, max_length=MOST_STOPS)] | None = (

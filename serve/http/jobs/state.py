@@ -329,7 +329,7 @@ def _check_length(body: Generation, checked: CheckedRequest, most: int) -> None:
     asked = {name: getattr(body, name, None) for name in names}
     name, wanted = next(((n, each) for n, each in asked.items() if each is not None), ("", 0))
     length = len(checked.request.prompt_token_ids)
-    if length + wanted > most:
+    if length + wanted > most and not body.is_cut:
         raise ApiError(
             400,
             f"{name}={wanted}: the prompt of {length} tokens leaves room for {most - length} of "

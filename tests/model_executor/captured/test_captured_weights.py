@@ -106,6 +106,7 @@ def loaded(meta: Any, moves: list[Move]) -> dict[str, Tensor]:
     return empty
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("original", [True, False], ids=["original", "converted"])
 @pytest.mark.parametrize("family", MODELS)
 def test_weights_are_those_of_from_pretrained(family: str, original: bool, tmp_path: Path) -> None:

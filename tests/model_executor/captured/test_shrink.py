@@ -98,6 +98,7 @@ def test_width_that_heads_do_not_fill_stays_one() -> None:
     assert twin.hidden_size != twin.num_attention_heads * twin.head_dim
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", RELEASED)
 def test_flags_are_kept_and_sizes_are_small(name: str) -> None:
     config, twin = released(name), released_twin(name)
@@ -309,6 +310,7 @@ def test_looked_up_experts_are_different_and_exist() -> None:
         assert all(row.unique().numel() == row.numel() for row in table)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("model_type", SAMPLE)
 def test_twin_of_any_type_runs(model_type: str) -> None:
     output = logits(shrunk(default_config(model_type)))
