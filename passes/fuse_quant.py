@@ -170,8 +170,9 @@ def _attention(quant: QuantNode) -> Match | None:
     attention = found[0]
 
     def build(graph: fx.Graph) -> list[fx.Node]:
-        y = graph.node_copy(out)
-        y.kwargs = {**out.kwargs, "dtype": torch.float8_e4m3fn}
+        # No copy: that would keep the value of the buffer in the model's dtype.
+        kwargs = {**out.kwargs, "dtype": torch.float8_e4m3fn}
+        y = graph.create_node(out.op, out.target, out.args, kwargs)
         args = (*attention.args, *[None] * (_OUT_SCALE - len(attention.args)))
         args = (*args[:_OUT], y, *args[_OUT + 1 : _OUT_SCALE], quant.how, *args[_OUT_SCALE + 1 :])
         graph.call_function(torch.ops.fw.paged_attention.default, args)

@@ -60,9 +60,8 @@ def run(
     """Generate text for prompts: one is streamed, several run as one batch.
 
     Several outputs are printed in their order, each as soon as it and all before it are finished,
-    below a line such as "--- prompt 0, output 1 of 2"; with --json each is printed as it finishes,
-    and request_id is its prompt's number. Sampling defaults
-    are vLLM's (temperature 1.0), except for --max-tokens; a .jsonl record's own options win.
+    below a line such as "--- prompt 0, output 1 of 2"; with --json each as it finishes, request_id
+    being its prompt's number. Defaults are vLLM's, but for --max-tokens; a .jsonl record's win.
     """
     prompts = read_prompts(prompt or [], prompts_file)
     ids = next((p for p in prompts if isinstance(p.prompt, list)), None)

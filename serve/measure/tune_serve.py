@@ -258,15 +258,17 @@ def _cells(row: dict[str, Any]) -> list[str]:
     options.append(str(row["asked"]))
     if "failed" in row:
         return [*options, f"failed: {row['failed']}", "", "", "", ""]
-    rate = "at once" if row["request_rate"] is None else f"{row['request_rate']:.2f}/s"
+    rate = "at once" if row["request_rate"] is None else f"at {row['request_rate']:.2f}/s"
     times = [row["ttft_ms"]["p99"], row["tpot_ms"]["p50"], row["itl_ms"].get("p99", 0.0)]
     return [*options, rate, f"{row['goodput_per_s']:.2f}/s", *(f"{ms:.1f}" for ms in times)]
 
 
 def _sentence(cells: list[str]) -> str:
     seqs, tokens, _, requests, rate, goodput = cells[:6]
-    text = f"{seqs} x {tokens} tokens, {requests} requests"
-    return f"{text}: {goodput} of {rate}" if goodput else f"{text}: {rate}"
+    text = f"{seqs} requests and {tokens} tokens a step"
+    if not goodput:
+        return f"{text}: {rate}"
+    return f"{text}: {goodput} good of {requests} requests that came {rate}"
 
 
 def _show(record: dict[str, Any], *, err: bool) -> None:
@@ -274,6 +276,6 @@ def _show(record: dict[str, Any], *, err: bool) -> None:
     rows = sorted(record["rows"], key=lambda r: (-r["asked"], -r.get("goodput_per_s", 0.0)))
     typer.echo(table([_HEADING, *map(_cells, rows)]), err=err)
     best = record["best"]
-    typer.echo(f"\nbest, in ms: {_sentence(_cells(best))}", err=err)
+    typer.echo(f"\nbest: {_sentence(_cells(best))}", err=err)
     typer.echo(times_table(best), err=err)
     typer.echo(f"\n{record['command']}", err=err)

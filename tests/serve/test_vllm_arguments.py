@@ -59,9 +59,8 @@ def flags() -> dict[str, set[str]]:
     for command in reference_page.commands():
         if command.info_name == "serve" or "bench" in command.command_path:
             kind = "bench" if "bench" in command.command_path else "serve"
-            found[kind] |= {
-                flag for p in command.command.params for flag in (*p.opts, *p.secondary_opts)
-            }
+            for parameter in command.command.params:
+                found[kind] |= {*parameter.opts, *parameter.secondary_opts}
     return found
 
 
