@@ -102,6 +102,7 @@ def compiled(
 NATIVE = dict.fromkeys(HAND_KERNELS, "native")
 
 
+@pytest.mark.product
 def test_pieces_run_without_compilers_as_inductor_runs_them(
     compiled: tuple[Pieces, dict[str, PieceCode]], tmp_path: Path, fw_seed: int
 ) -> None:

@@ -54,7 +54,7 @@ def bring_probes(known: Path, folder: Path) -> None:
             shutil.copy(path, folder / path.parent.name)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="the recipe makes a key with openssl")
 @pytest.mark.usefixtures("device")
 def test_the_recipe_without_a_container_engine() -> None:

@@ -14,7 +14,7 @@ PROCESSES = 2
 SUMS = {"12+34=": "46", "905-46=": "859", "sort 5 3 9 1=": "1 3 5 9"}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_one_of_two_processes_compiles_and_both_answer(
     tmp_path: Path, device: torch.device
 ) -> None:

@@ -14,6 +14,7 @@ from fusewright.serve.cli import main
 from tests.model_executor.tiny_models import BY_NAME
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("name", "level"), [("qwen2_moe", 0), ("mixtral", 2)])
 def test_every_computed_token_counts_once(name: str, level: int, tmp_path: Path) -> None:
     """Padding, which steps of three requests have in a graph, counts nowhere."""

@@ -166,7 +166,7 @@ def test_a_crowd_on_a_tenth_of_the_cache_answers_as_if_alone(fw_cases: int) -> N
     assert engine.core.scheduler.num_prefix_hits > count / 2
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_bundled_model_on_a_tenth_of_the_cache_answers_as_if_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

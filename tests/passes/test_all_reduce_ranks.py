@@ -40,6 +40,7 @@ def run(rank: int, world: int) -> dict[Any, list[Tensor]]:
     return logits
 
 
+@pytest.mark.product
 @pytest.mark.slow
 @pytest.mark.parametrize("world", KINDS_OF)
 def test_ranks_agree_with_each_other_and_with_one(world: int, tmp_path: Path) -> None:

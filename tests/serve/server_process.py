@@ -23,7 +23,9 @@ TIMEOUT_S = 120
 KEY, OTHER_KEY, ADMIN_KEY = "a key", "another", "an admin's key"
 JSON = {"content-type": "application/json"}
 LONG = {"prompt": "1+1=", "temperature": 0, "max_tokens": 400, "ignore_eos": True}
-"""A request that takes about a second; see ``engine_stopped``."""
+"""A request that takes some seconds; see ``engine_stopped``."""
+WAITED_FOR = {**LONG, "max_tokens": 160}
+"""One that some tests wait for."""
 
 
 class ServerProcess:

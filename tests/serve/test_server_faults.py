@@ -14,7 +14,15 @@ from typing import Any
 import httpx
 import pytest
 
-from .server_process import LONG, TIMEOUT_S, ServerProcess, is_running, send, wait_for
+from .server_process import (
+    LONG,
+    TIMEOUT_S,
+    WAITED_FOR,
+    ServerProcess,
+    is_running,
+    send,
+    wait_for,
+)
 
 
 @contextmanager
@@ -31,7 +39,7 @@ def open_stream(server: ServerProcess) -> Iterator[Iterator[Any]]:
     """The events of a long completion that has begun."""
     with (
         server.client() as client,
-        client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as response,
+        client.stream("POST", "/v1/completions", json={**WAITED_FOR, "stream": True}) as response,
     ):
         assert response.status_code == 200
         lines = (line for line in response.iter_lines() if line)

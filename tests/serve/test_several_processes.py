@@ -15,8 +15,8 @@ import pytest
 
 from .server_process import (
     ADMIN_KEY,
-    LONG,
     TIMEOUT_S,
+    WAITED_FOR,
     ServerProcess,
     is_idle,
     is_running,
@@ -54,7 +54,7 @@ def open_streams(server: ServerProcess, count: int) -> Iterator[list[Iterator[st
     """The events of long completions that have begun, over a connection each; none ends meanwhile,
     however slow the machine: the engines run only until the next one has begun."""
     with ExitStack() as stack, ExitStack() as held:
-        body = {**LONG, "stream": True}
+        body = {**WAITED_FOR, "stream": True}
         streams = []
         for _ in range(count):
             client = stack.enter_context(server.client())
