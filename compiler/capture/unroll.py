@@ -1,8 +1,8 @@
 """Repeats layers in a traced graph: layers that differ in weights alone are traced once and copied.
 
-Tracing takes about 0.1 s a layer; copying a layer's nodes takes a millisecond.  The graph of a
-captured model says by marks where a layer begins (``passes/raising/layer_mark.py``), since its layers read
-other values of the model too, such as angles; they are raised before they are copied.
+Tracing takes about 0.1 s a layer; copying a layer's nodes takes a millisecond.  In the graph of a
+captured model marks say where a layer begins (``passes/raising/layer_mark.py``), since its layers
+read other values of the model too, such as angles; they are raised before they are copied.
 """
 
 from __future__ import annotations
