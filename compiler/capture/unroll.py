@@ -1,8 +1,8 @@
 """Repeats layers in a traced graph: layers that differ in weights alone are traced once and copied.
 
-Tracing takes about 0.1 s a layer; copying a layer's nodes takes a millisecond.  The graph of a
-captured model says by marks where a layer begins (``passes/layer_mark.py``), since its layers read
-other values of the model too, such as angles; they are raised before they are copied.
+Tracing takes about 0.1 s a layer; copying a layer's nodes takes a millisecond.  In the graph of a
+captured model marks say where a layer begins (``passes/raising/layer_mark.py``), since its layers
+read other values of the model too, such as angles; they are raised before they are copied.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import takewhile
 from torch import fx
 
 from ...passes import PassReport
-from ...passes.layer_mark import MARK
+from ...passes.raising.layer_mark import MARK
 from ...passes.rule import is_call, memory, writes, written
 from ...passes.subgraph import fake_value, is_alike
 from .source import Repeat

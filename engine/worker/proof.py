@@ -30,7 +30,7 @@ from ...model_executor.captured.text_decoder import whole_config
 from ...model_executor.captured.twin import Step, compare, make_twin
 from ...model_executor.spec import ModelSpec
 from ...passes import PassReport
-from ...passes.layer_mark import mark
+from ...passes.raising.layer_mark import mark
 from .step_arguments import KV_CACHE, example, kv_cache_name
 
 _log = logging.getLogger(__name__)

@@ -19,11 +19,11 @@ from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..canonicalize import argument, in_order, is_pointwise, kind
-from ..layer_mark import MARK
 from ..report import PassReport
 from ..rule import EXACT, Context, is_call, memory, writes
 from ..sites import NotASite
 from ..subgraph import fake_value
+from .layer_mark import MARK
 
 _ATEN = torch.ops.aten
 _OF_LAST = (
