@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -204,7 +205,7 @@ def _captured_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
 
     device = torch.device(config.hardware.device)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = fake_model(spec, device)
+        model: Any = fake_model(spec, device)
         inputs = example(spec, config.cache.block_size, device)
     source = captured_source(spec, model, inputs)
     if source.whole:

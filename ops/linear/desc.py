@@ -66,7 +66,8 @@ class LinearDesc:
     @property
     def columns(self) -> int:
         """Columns of the result."""
-        return columns_of(self.activation, self.out_features)
+        columns: int = columns_of(self.activation, self.out_features)
+        return columns
 
 
 def columns_of(activation: str | None, out_features: Any) -> Any:
