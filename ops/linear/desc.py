@@ -66,7 +66,7 @@ class LinearDesc:
     @property
     def columns(self) -> int:
         """Columns of the result."""
-        return columns_of(self.activation, self.out_features)
+        return int(columns_of(self.activation, self.out_features))
 
 
 def columns_of(activation: str | None, out_features: Any) -> Any:
