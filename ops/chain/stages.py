@@ -142,7 +142,7 @@ class Linear(Stage):
         sums = TensorDesc(x.dtype, (*x.shape[:-1], operands["weight"].shape[0]))
         columns = columns_of(self.activation, sums.shape[-1])
         y = TensorDesc(x.dtype, (*x.shape[:-1], columns))
-        flops = 2 * x.numel * sums.shape[-1] + 5 * y.numel * (self.activation is not None)
+        flops = 2 * x.numel * sums.shape[-1] + (5 * y.numel if self.activation else 0)
         return y, Cost(nbytes(operands), flops)
 
 

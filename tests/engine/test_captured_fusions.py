@@ -22,7 +22,6 @@ MODELS: dict[str, tuple[str, ...]] = {
     "olmo2": ("fuse_chain", "fuse_rope_store"),
     "glm4": ("fuse_chain", "fuse_add_norm", "fuse_rope_store"),
     "granite": ("fuse_chain", "fuse_add_norm", "fuse_rope_store"),
-    "opt": ("fuse_chain", "fuse_add_norm", "scale_attention"),
     "qwen3_moe": ("canonicalize_route", "fuse_moe", "fuse_rope_store"),
 }
 """The passes that match in a layer of each type beside ``OF_EVERY_LAYER``: angles of two kinds;
@@ -52,3 +51,11 @@ def test_every_layer_has_its_fusions(model_type: str, tmp_path: Path) -> None:
     assert not found["drop_batch"].missed
     tables = {source.name for source in made.traced.inputs if "constants/" in source.name}
     assert len(tables) == len(made.plan.constants) == (2 if model_type == "gemma3_text" else 1)
+
+
+def test_a_layer_of_layer_norms_and_relu_has_its_fusions(tmp_path: Path) -> None:
+    depth = save("opt", tmp_path).config.num_hidden_layers
+    found = {report.name: report for report in lowered(tmp_path).reports}
+    for name in ("canonicalize_norm", "fuse_add_norm", "fuse_gated_linear", "scale_attention"):
+        assert found[name].matched >= depth and not found[name].missed, name
+    assert found["fuse_chain"].matched >= depth
