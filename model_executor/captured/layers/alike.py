@@ -54,7 +54,7 @@ class LayerRecords(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         """``tensors`` are the parameters and buffers that the model runs with, by name."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.layers, self.undivided = _outermost(model), ""
         self._names = {id(tensor): name for name, tensor in tensors.items()}
         self._shapes = {n: (tuple(t.shape), str(t.dtype)) for n, t in tensors.items()}
