@@ -93,7 +93,6 @@ class Source:
         model: the module; its weights become inputs.  May hold fake tensors.
         example: arguments to trace with; may be fake tensors.
         repeat: how the traced layers stand for all, if they do.
-        while_traced: a context in which the model is captured by running it.
         outside: the ops that the caller runs beside the program.
         whole: why all layers are traced where that is captured by running it; "" if they are not.
         shown: how the layers of such a model are named, for reports.
@@ -103,12 +102,12 @@ class Source:
         prove: compares the model with its unmodified implementation before anything is built; what
             it returns is a part of the artifact's report.
         describe: makes files of the artifact that describe the model to other starts.
+        while_traced: a context in which the model is captured by running it.
     """
 
     model: nn.Module
     example: Example
     repeat: Repeat | None = None
-    while_traced: Callable[[], AbstractContextManager[None]] = nullcontext
     outside: OutsideCalls = lambda num_tokens, num_seqs: ()
     whole: str = ""
     shown: Repeat | None = None
@@ -116,3 +115,4 @@ class Source:
     why: Callable[[BaseException], str] | None = None
     prove: Callable[[], Mapping[str, Any]] | None = None
     describe: Callable[[], Mapping[str, bytes]] = dict
+    while_traced: Callable[[], AbstractContextManager[None]] = nullcontext

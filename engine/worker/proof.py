@@ -86,7 +86,7 @@ def captured_source(spec: ModelSpec, model: CapturedModel, inputs: Example) -> S
     if facts.undivided:
         return Source(model, inputs, why=why, whole=facts.undivided, shown=layers)
     once = partial(model.running_once, kinds, mark)
-    return Source(model, inputs, layers, once, why=why)
+    return Source(model, inputs, layers, why=why, while_traced=once)
 
 
 def rewritten_program(spec: ModelSpec, model: CapturedModel, config: CompileConfig) -> Program:

@@ -200,6 +200,7 @@ def model_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
 def _captured_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from ...model_executor.captured.model import CapturedModel
     from ...model_executor.captured.skeleton import describe
     from .proof import captured_source, prove
 
@@ -207,6 +208,7 @@ def _captured_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
     with FakeTensorMode(allow_non_fake_inputs=True):
         model: Any = fake_model(spec, device)
         inputs = example(spec, config.cache.block_size, device)
+    assert isinstance(model, CapturedModel)
     source = captured_source(spec, model, inputs)
     if source.whole:
         _log.info("%s: all layers are traced: %s", spec.architecture, source.whole)

@@ -40,7 +40,8 @@ class OneOfEachKind:
     def running(self, attend: PagedAttention) -> Iterator[None]:
         """Let the model run so; ``attend`` is what computes its attention."""
         results: dict[int, Any] = {}
-        hooks, shortened = [], []
+        hooks: list[Any] = []
+        shortened: list[nn.Module] = []
 
         def enter(number: int) -> Any:
             def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
