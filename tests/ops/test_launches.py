@@ -76,6 +76,10 @@ def calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]
         yield k, empty(m.dim, dtype=m.dtype), 1e-5
     elif op == "add_rms_norm":
         yield x, x, weight, 1e-5
+    elif op == "layer_norm":
+        yield x, weight, 1e-5, weight
+    elif op == "add_layer_norm":
+        yield x, x, weight, 1e-5, weight
     elif op in ("silu_mul", "gelu_tanh_mul"):
         yield (empty(tokens, 2 * m.intermediate, dtype=m.dtype),)
     elif op == "rotary_embedding":
