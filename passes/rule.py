@@ -37,6 +37,7 @@ class Tier:
 
 
 EXACT = Tier(0.0, 0.0)
+KNOWN = "known_value"
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,8 @@ class Context:
         """Replace ``outputs`` by the nodes that ``build`` makes, which come right before ``site``.
 
         ``old`` are the matched nodes in graph order, and ``outputs`` those whose values are used
-        outside; ``build`` returns their replacements in the same order, and may say what values
-        they stand for.  Matched nodes with other users stay.  ``tier`` is for this rewrite, if it
+        outside; ``build`` returns their replacements in the same order, and may give them the
+        values that they stand for as ``meta[KNOWN]``.  Matched nodes with other users stay.  ``tier`` is for this rewrite, if it
         may move its outputs less than its rule.
         """
         if self.limit is not None and len(self.replaced) >= self.limit:
@@ -93,8 +94,9 @@ class Context:
         new: list[fx.Node] = []
         node = first.next
         while node is not site:
-            if "example_value" not in node.meta:
-                node.meta["example_value"] = self._fake(node, spare)
+            # A node that ``build`` copied has the value of the one that it is a copy of.
+            known = node.meta.pop(KNOWN, None)
+            node.meta["example_value"] = self._fake(node, spare) if known is None else known
             if STACK in site.meta:
                 node.meta[STACK] = site.meta[STACK]
             new.append(node)

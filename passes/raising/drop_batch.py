@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..canonicalize import argument, in_order, is_pointwise, kind
 from ..report import PassReport
-from ..rule import EXACT, Context, is_call, memory, writes
+from ..rule import EXACT, KNOWN, Context, is_call, memory, writes
 from ..sites import NotASite
 from ..subgraph import fake_value
 from .layer_mark import MARK
@@ -157,7 +157,7 @@ def _views(node: fx.Node, made: set[fx.Node]) -> bool:
 def _know(node: fx.Node, value: Any) -> None:
     """Give a node the value that it stands for.  It lies in the memory of the one that it replaces,
     so that views of that are views of it."""
-    node.meta["example_value"] = value
+    node.meta[KNOWN] = value
 
 
 def _without_batch(value: Any) -> Any:
