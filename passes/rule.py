@@ -80,8 +80,8 @@ class Context:
 
         ``old`` are the matched nodes in graph order, and ``outputs`` those whose values are used
         outside; ``build`` returns their replacements in the same order, and may give them the
-        values that they stand for as ``meta[KNOWN]``.  Matched nodes with other users stay.  ``tier`` is for this rewrite, if it
-        may move its outputs less than its rule.
+        values that they stand for as ``meta[KNOWN]``.  Matched nodes with other users stay.
+        ``tier`` is for this rewrite, if it may move its outputs less than its rule.
         """
         if self.limit is not None and len(self.replaced) >= self.limit:
             return
