@@ -260,7 +260,8 @@ def _large(draw: Draw) -> Iterator[Case]:
     yield _pair(draw, "17 rows", (17,), 2048, 2048, 2048)
     for rows, hidden, k, inner, act, bias in _LAYER_NORMED:
         made = _between(draw, (rows,), k, hidden, False).linear(hidden, k, bias=True)
-        made.norm(bias=bias).linear(inner, hidden, act, bias=True).linear(hidden, inner)
+        made.norm(bias=bias).linear(inner, hidden, act, bias=True)
+        made.linear(hidden, inner // 2 if act == "silu" else inner)
         made.norm(bias=bias).linear(3 * hidden, hidden)
         yield made.case(f"{rows} rows, layer norms of {hidden}, {act}")
     made = _between(draw, (7,), 4096, 2048, False).linear(2048, 4096).add(Scale(factor=0.22))

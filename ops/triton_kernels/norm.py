@@ -99,7 +99,8 @@ def _rms_norm_kernel(
             if second.bias is not None:
                 value += second_bias[None, :]
         elif STAGES[stage] == "-":
-            mean = row_sums(value, AS_WARPS) / width
+            # Rounded to nearest: a row of one value has the mean of that value, and no deviation.
+            mean = tl.div_rn(row_sums(value, AS_WARPS), width * 1.0)
             value = tl.where(mask, value - mean[:, None], 0.0)
         elif STAGES[stage] == "+":
             value += to_float32(added)

@@ -332,8 +332,8 @@ def test_kernels_refuse_what_they_cannot_run(kernels: Any) -> None:
     x, weight = draw_bf16(2, 255, 128)
     with pytest.raises(RuntimeError, match="even number of rows"):
         gated_linear(x, weight, "silu")
-    with pytest.raises(RuntimeError, match="'relu', expected 'silu' or 'gelu_tanh'"):
-        gated_linear(x, weight[:254], "relu")
+    with pytest.raises(RuntimeError, match="'tanh', expected 'silu', 'gelu_tanh', 'relu'"):
+        gated_linear(x, weight[:254], "tanh")
     q, q_weight, _, x_scale, weight_scale = draw_fp8(2, 256, 640, "block")
     with pytest.raises(RuntimeError, match="in_features a multiple of 512"):
         kernels.skinny_linear(q, q_weight, None, x_scale, weight_scale, torch.bfloat16)

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import httpx
 import pytest
 
@@ -15,6 +14,8 @@ from fusewright.serve.http.intake.protocol import CountTokensRequest
 
 from .server_process import KEY, LONG, ServerProcess, is_idle, wait_for
 from .test_tool_calls import ADD, NAN, hermes
+
+anthropic = pytest.importorskip("anthropic")
 
 ASKED: list[Any] = [{"role": "user", "content": "37+58="}]
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"]}
