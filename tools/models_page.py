@@ -33,7 +33,7 @@ above 1e-4 is a difference. A real start does the same with the model's own conf
 Columns: *eager* is the largest difference of the logits of the step op by op, *-O{level}* that of
 the graph which the passes of -O{level} rewrote, and *adapter* that of the hand-written adapter that
 serves the architecture. Sites are counted in the twin as matched/expected. What is *left* are calls
-of PyTorch's own ops, which Inductor compiles; layer norms are among them. Siblings are linear
+of PyTorch's own ops, which Inductor compiles. Siblings are linear
 layers that read one tensor and are computed as one; those on both sides of attention, or with a
 gated activation attached, are none. A gated linear is a gate whose other factor is of a linear
 layer too.

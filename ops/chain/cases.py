@@ -165,9 +165,6 @@ def _dense(draw: Draw, reduce: bool) -> Iterator[Case]:
     yield made.linear(64, 96).norm().linear(80, 64).case("whole layer")
     made = _between(draw, (3,), 32, 48, reduce).linear(48, 32).norm(offset=1.0)
     yield made.linear(40, 48).case("offset norm")
-    if not reduce:
-        made = _between(draw, (3,), 32, 48, reduce).linear(48, 32, bias=True).norm(bias=True)
-        yield made.linear(40, 48, "relu", bias=True).case("layer norm, ReLU")
 
 
 def _post_normed(draw: Draw, label: str, reduce: bool) -> Case:
@@ -206,6 +203,8 @@ def _of_rows(draw: Draw) -> Iterator[Case]:
     yield made.norm(bias=False).case("rows, two layer norms")
     made = begun((3,), 96).linear(96, 96).add(Scale(factor=0.22)).norm(offset=1.0)
     yield made.linear(64, 96, "silu").case("residual multiplier, offset norm")
+    made = _between(draw, (3,), 32, 48, False).linear(48, 32, bias=True).norm(bias=True)
+    yield made.linear(40, 48, "relu", bias=True).case("layer norm, ReLU")
 
 
 def _mlp(

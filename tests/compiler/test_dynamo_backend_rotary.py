@@ -33,7 +33,7 @@ GEMMA_4 = {
 # Sites of norms, also of those without a weight, and of gated activations.
 MODELS: list[tuple[str, dict[str, Any], int, int]] = [
     ("Glm", {}, 3, 1),
-    ("Cohere", {}, 0, 1),
+    ("Cohere", {}, 2, 1),
     ("GPTJ", GPTJ, 0, 0),
     ("DeepseekV2", DEEPSEEK, 4, 1),
     ("DeepseekV3", DEEPSEEK, 4, 1),

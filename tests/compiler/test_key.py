@@ -144,7 +144,7 @@ INSIDE_OPTIONS = {
 
 def test_every_option_is_in_the_key_or_known_to_be_outside() -> None:
     # The model itself and whose code it is; the target; -O0: no key.
-    elsewhere = {"model", "model_impl", "device", "enforce_eager"}
+    elsewhere = {"model", "hf_overrides", "model_impl", "device", "enforce_eager"}
     # Their fields are flipped above.
     needs_experts = {"record_expert_load", "enable_expert_parallel"}
     needs_ranks = {"distributed_executor"}

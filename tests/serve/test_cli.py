@@ -306,7 +306,7 @@ def test_the_exit_code_reaches_the_shell(program: list[str]) -> None:
 
 def test_explain_levels_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--levels"]) == 0
-    summaries, switches = capsys.readouterr().out.split("\n\n")
+    _, summaries, _, switches = capsys.readouterr().out.split("\n\n")
     for line, (number, level) in zip(summaries.splitlines(), LEVELS.items(), strict=True):
         assert line == f"-O{number}  {level.summary}"
     heading, _, *lines = switches.splitlines()

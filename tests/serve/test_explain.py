@@ -86,15 +86,16 @@ def test_a_gpu_that_is_not_here_is_explained(capsys: Capture) -> None:
     ]
     layers, outside = told["layers"]
     assert (layers["title"], outside["title"]) == ("layers 0 to 4", "outside of layers")
-    # Weights this small are not streamed: the joined ops run one linear after the other.
     assert [(c["op"].partition("::")[2], c["launches"]) for c in layers["calls"]] == [
-        ("chain", 7),
+        ("chain", 4),  # small layers are streamed too if they are joined
         ("rope_kv_store", 1),
         ("paged_attention", 1),
     ]
-    assert (layers["launches"], outside["launches"]) == (9, 4)
+    assert (layers["launches"], outside["launches"]) == (6, 4)
     # Five layers; embedding, first norm, gather and lm_head; each layer has two norms of its own.
-    assert told["launches"] == 5 * 9 + 4
+    assert (
+        told["launches"] == 5 * 6 + 4 + 1
+    )  # the last norm has no layer behind it to be joined with
     weights = Path(FOLDER, "model.safetensors").stat().st_size
     assert 0.95 < told["bytes"] / weights < 1.1  # nearly all that a single token moves
 
@@ -104,7 +105,8 @@ def test_bytes_and_flops_follow_batch_and_context(capsys: Capture) -> None:
         facts(capsys, *SM_90, "--batch", b, "--context", c)
         for b, c in (("1", "128"), ("64", "128"), ("1", "4096"))
     )
-    assert wide["flops"] == 64 * one["flops"] and wide["launches"] == one["launches"]
+    assert wide["flops"] == pytest.approx(64 * one["flops"], rel=1e-3)
+    assert wide["launches"] > one["launches"]  # few rows are streamed, and joined layers with them
     attention = [
         next(c["bytes"] for c in told["layers"][0]["calls"] if c["op"].endswith("paged_attention"))
         for told in (one, long)
@@ -114,7 +116,7 @@ def test_bytes_and_flops_follow_batch_and_context(capsys: Capture) -> None:
 
 def test_a_fusion_changes_what_is_launched(capsys: Capture) -> None:
     apart = facts(capsys, *SM_90, "--disable-passes", "fuse_rope_store")
-    assert apart["launches"] == 5 * 10 + 4
+    assert apart["launches"] == facts(capsys, *SM_90)["launches"] + 5
     plain = facts(capsys, *SM_90, "--disable-passes", "fuse_act")
     assert plain["launches"] is None  # Inductor gets the activation
     before_the_first_mlp, *others = plain["pieces"]
@@ -240,7 +242,7 @@ def test_levels_are_compared(capsys: Capture) -> None:
     assert main([*SM_90, "--against=-O2"]) == 0
     assert capsys.readouterr().out == "-O2 and -O2 do the same\n"
     told = facts(capsys, *SM_90, "--against", "1")["against"]
-    assert told["figures"]["launches of the step"] == ["49", "None"]
+    assert told["figures"]["launches of the step"] == ["35", "None"]
 
 
 def test_a_level_that_measures_says_what_it_cannot_know(capsys: Capture) -> None:
@@ -262,7 +264,7 @@ def test_the_page_stands_alone_and_has_graphs(capsys: Capture, tmp_path: Path) -
     graphs = re.findall(r"<pre>(.*?)</pre>", text, re.DOTALL)
     assert len(graphs) == 4 and all(graphs)
     before, after = graphs[:2]
-    assert "fw_library::chain" in after and "fw_library" not in before
+    assert "fw_cuda::chain" in after and "fw_cuda" not in before
     assert "Against -O1" in text and "fuse_add_norm" in text
 
 
@@ -273,7 +275,7 @@ def test_graphs_are_printed_before_and_after(capsys: Capture) -> None:
     before, _, rest = rest.partition("layers 0 to 4, after the passes:\n")
     after = rest.partition("\n\n")[0]
     assert "silu" in before and "silu_mul" not in before
-    assert "fw_library::chain" in after and "fw_triton::rope_kv_store" in after
+    assert "fw_cuda::chain" in after and "fw_triton::rope_kv_store" in after
 
 
 def test_what_was_verified_is_told(capsys: Capture) -> None:
@@ -298,7 +300,7 @@ def test_a_newcomer_can_read_it(capsys: Capture) -> None:
     tables = [part.splitlines() for part in parts if re.search(r"^-+(  -+)+$", part, re.M)]
     assert len(tables) == 6
     assert all(re.fullmatch(r"[A-Z].*\.", lines[0]) and "---" in lines[2] for lines in tables)
-    assert "49 kernel launches, moves 7." in parts[1] and "0.000 TFLOP" not in out
+    assert "35 kernel launches, moves 7." in parts[1] and "0.000 TFLOP" not in out
     assert "fp8" not in out.lower()
     assert main([*SM_90, "--quantization", "fp8"]) == 0
     assert "FP8 token" in capsys.readouterr().out
