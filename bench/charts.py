@@ -253,7 +253,7 @@ def _or_nan(value: float | str | None) -> float:
 
 
 def _keys(panel: Panel, colors: Mapping[str, str]) -> dict[str, Any]:
-    """What the legend of a panel shows: the label of each colour, then the style of each dash."""
+    """The legend of a panel shows the label of each colour, then the style of each dash."""
     from matplotlib.lines import Line2D
 
     dashes = _cycle(_DASHES, (line.style for line in panel.lines))

@@ -1,1 +1,1 @@
-"""What a process sets up for itself: its log, and when it collects garbage."""
+"""A process sets up its log here, and decides when it collects garbage."""

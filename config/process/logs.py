@@ -25,7 +25,7 @@ VARIABLE = "FUSEWRIGHT_LOGGING_LEVEL"
 PROGRESS = "fusewright.progress"
 """The logger of long work."""
 _ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))}
-"""Of a client's text, no character may end the line or drive a terminal."""
+"""No character of a client's text may end the line or drive a terminal."""
 _quiet = False
 
 
@@ -107,7 +107,7 @@ def be_quiet() -> None:
 
 
 def facts(**values: Any) -> dict[str, Mapping[str, Any]]:
-    """What a record says, as ``extra`` of a call of a logger: JSON lines have it as fields."""
+    """Make the ``extra`` of a call of a logger, whose values are fields of JSON lines."""
     return {"facts": values}
 
 

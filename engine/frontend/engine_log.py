@@ -19,7 +19,8 @@ _MOST_REASONS = 3
 
 
 class Load(NamedTuple):
-    """What engines have done since their start, and what they do now.  Loads may be subtracted."""
+    """The load says what engines have done since their start, and what they do now.  Loads may be
+    subtracted."""
 
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0

@@ -285,7 +285,7 @@ class EngineClient:
     async def ask(
         self, kind: Kind = Kind.REPORT, message: Struct | None = None
     ) -> list[dict[str, Any]]:
-        """What each engine answers: its ``Engine.report()``, or what it says to another kind.
+        """Ask each engine; it answers with its ``Engine.report()``, or as another kind has it.
 
         Raises:
             EngineDeadError: an engine has ended.

@@ -102,8 +102,8 @@ class Queued(Struct, frozen=True, array_like=True):
 
 
 class Sleep(Struct, frozen=True):
-    """What is to sleep or to wake: ``level`` 0 wakes ``tags``, or all if that is None.  The report
-    that answers it has an "error", which is "" if all went well."""
+    """The message asks an engine to sleep; ``level`` 0 wakes ``tags``, or all if that is None.  The
+    report that answers it has an "error", which is "" if all went well."""
 
     level: int
     tags: list[str] | None = None

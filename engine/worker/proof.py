@@ -73,7 +73,7 @@ class Program:
 
 
 def captured_source(spec: ModelSpec, model: CapturedModel, inputs: Example) -> Source:
-    """What a build of a captured model starts from.  One layer of each kind is traced, unless its
+    """Make the source of a captured model's build.  One layer of each kind is traced, unless its
     facts say why none can stand for others."""
     facts = spec.captured
     assert facts is not None

@@ -20,12 +20,12 @@ from ...config import UserError
 from ...model_executor.loader import Model, out_of_memory
 
 PARTS = ("weights", "kv_cache")
-"""What sleeps; each may be woken by itself."""
+"""These parts sleep; each may be woken by itself."""
 
 
 @dataclass
 class Sleeping:
-    """What is off the device.
+    """The record says what is off the device.
 
     Attributes:
         parts: those of ``PARTS`` that sleep.

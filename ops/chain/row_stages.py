@@ -13,29 +13,55 @@ from ..norm.norm import NORMS, Norm as Axes
 from .stages import Operands, Stage, State, Visit, nbytes, register, scheme
 
 
-@register
 @dataclass(frozen=True, kw_only=True)
-class AddNorm(Stage):
-    """``add_rms_norm`` of x and the residual stream, or an op like it: ``reduce`` sums x over ranks
-    first, ``offset`` is added to the weight, ``center`` makes it a layer norm, which may have a
-    bias, and a ``group_size`` quantizes the result."""
+class _Normalizing(Stage):
+    """A stage that is an op of ``NORMS``, which is looked up as soon as the stage is made."""
 
     eps: float
     offset: float | None = None
-    group_size: int | None = None
-    reduce: bool = False
     center: bool = False
-    kind: ClassVar[str] = "add_norm"
     optional: ClassVar[tuple[str, ...]] = ("bias",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         assert self._op
 
+    @property
+    def _axes(self) -> Axes:
+        return Axes(center=self.center)
+
     @cached_property
     def _op(self) -> SemanticOp:
-        axes = Axes(self.reduce, True, scheme(self.group_size), self.center)
-        return _norm_op(axes, self.tensors, self.offset)
+        """The op of the norm.
+
+        Raises:
+            ValueError: there is none: a layer norm neither sums over ranks nor quantizes, its
+                weight has no offset, and no other norm has a bias.
+        """
+        axes = self._axes
+        if axes not in NORMS or (
+            self.offset is not None if axes.center else "bias" in self.tensors
+        ):
+            raise ValueError(
+                f"no {axes.name} of {', '.join(self.tensors)} with offset {self.offset}"
+            )
+        return NORMS[axes]
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class AddNorm(_Normalizing):
+    """``add_rms_norm`` of x and the residual stream, or an op like it: ``reduce`` sums x over ranks
+    first, ``offset`` is added to the weight, ``center`` makes it a layer norm, which may have a
+    bias, and a ``group_size`` quantizes the result."""
+
+    group_size: int | None = None
+    reduce: bool = False
+    kind: ClassVar[str] = "add_norm"
+
+    @property
+    def _axes(self) -> Axes:
+        return Axes(self.reduce, True, scheme(self.group_size), self.center)
 
     def run(self, state: State, operands: Operands, visit: Visit) -> State:
         how = operands.get("bias") if self.center else self.offset
@@ -56,37 +82,13 @@ class AddNorm(Stage):
         return replace(self, group_size=None)
 
 
-def _norm_op(axes: Axes, tensors: tuple[str, ...], offset: float | None) -> SemanticOp:
-    """The op of a norm.
-
-    Raises:
-        ValueError: there is none: a layer norm neither sums over ranks nor quantizes, its weight
-            has no offset, and no other norm has a bias.
-    """
-    if axes not in NORMS or (offset is not None if axes.center else "bias" in tensors):
-        raise ValueError(f"no {axes.name} of {', '.join(tensors)} with offset {offset}")
-    return NORMS[axes]
-
-
 @register
 @dataclass(frozen=True, kw_only=True)
-class Norm(Stage):
+class Norm(_Normalizing):
     """``rms_norm``, or with ``center`` ``layer_norm``, of what a layer made, before it is added: a
     post-norm."""
 
-    eps: float
-    offset: float | None = None
-    center: bool = False
     kind: ClassVar[str] = "norm"
-    optional: ClassVar[tuple[str, ...]] = ("bias",)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        assert self._op
-
-    @cached_property
-    def _op(self) -> SemanticOp:
-        return _norm_op(Axes(center=self.center), self.tensors, self.offset)
 
     def run(self, state: State, operands: Operands, visit: Visit) -> State:
         how = operands.get("bias") if self.center else self.offset

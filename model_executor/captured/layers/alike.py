@@ -29,8 +29,8 @@ class _UndividedError(Exception):
 
 @dataclass
 class _Layer:
-    """What a layer was seen to do: an entry for each op and each call of attention, numbers of its
-    results, and what the layer before and it itself pass on."""
+    """The record says what a layer did, an op or a call of attention at a time.  ``carried`` and
+    ``passed`` are what the layer before and it itself pass on."""
 
     record: list[Any] = field(default_factory=list)
     made: int = 0
