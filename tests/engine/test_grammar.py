@@ -14,6 +14,8 @@ from fusewright.config import UserError
 from fusewright.engine.frontend.grammar import choice_grammar, json_grammar, regex_grammar
 from fusewright.engine.messages.requests import AbortRequests, AddRequest
 
+from .grammar_waits import wait_for_grammars
+
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -83,6 +85,7 @@ def test_a_grammar_of_its_own_is_taken(llm: LLM) -> None:
 )
 def test_grammars_change_nothing_beside_them(llm: LLM, more: dict[str, Any]) -> None:
     own = LLM("abacus", device="cpu", optimization_level=0, dtype="float32", **more)
+    wait_for_grammars(own)  # the number of preemptions is compared
     grammar = regex_grammar("[0-9]{60}")
     mixed = [
         GREEDY,

@@ -14,6 +14,7 @@ from fusewright.engine.messages.codec import decode, encode
 from fusewright.engine.messages.requests import AbortRequests, AddRequest, StepOutputs
 from fusewright.engine.messages.step import Batch, StepResult
 
+from .grammar_waits import wait_for_grammars
 from .test_engine_random import Client, random_params, random_prompt
 from .toy import Setup
 
@@ -95,6 +96,7 @@ def test_a_model_answers_alike_when_all_passes_as_bytes(num_blocks: int) -> None
             max_model_len=64,
             num_gpu_blocks_override=num_blocks,
         )
+        wait_for_grammars(llm)
         if remote:
             llm.engine.core = RemoteCore(llm.engine.core)
         prompts = [f"{12 + i}+{34 * i}=" for i in range(10)]
