@@ -11,7 +11,7 @@ from .key_factors import key_factors, outside_fields, outside_key
 from .levels import LEVELS, PASSES, CudagraphMode, Level
 from .options import EngineOptions, OptionSpec, option_specs
 from .ports import engine_options
-from .process.garbage import collect_rarely, collecting_rarely, leave_garbage_at_exit
+from .process.garbage import collect_rarely, collecting_rarely, leave
 from .resolve import resolve
 from .resolved import (
     CompileConfig,
@@ -65,7 +65,7 @@ __all__ = [
     "collecting_rarely",
     "engine_options",
     "key_factors",
-    "leave_garbage_at_exit",
+    "leave",
     "make_output_folder",
     "option_specs",
     "outside_fields",

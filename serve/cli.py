@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import typer
 import typer.main
 
 from .. import __version__
-from ..config import EngineDeadError, UserError, collect_rarely, leave_garbage_at_exit
+from ..config import EngineDeadError, UserError, collect_rarely, leave
 from ..config.process.logs import be_quiet
 from .console.failure import flush, leave_dead_engine, open_missing_streams, report
 from .console.help import Command, LazyGroup, UsageError
@@ -91,7 +91,6 @@ def _options(context: typer.Context) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line of ``argv`` (``sys.argv`` if None); returns the exit code."""
     collect_rarely()
-    leave_garbage_at_exit()
     open_missing_streams()
     be_quiet()
     command = typer.main.get_command(app)
@@ -123,5 +122,10 @@ def _where(error: Exception) -> str:
     return context.command_path if context else "fusewright"
 
 
+def run() -> NoReturn:
+    """The command itself: runs ``main`` and ends the process."""
+    leave(main())
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -34,19 +34,46 @@ def test_a_start_collects_rarely_and_leaves_what_the_caller_had(
     assert gc.get_threshold() == before
 
 
-@pytest.mark.parametrize("call", ["", "leave_garbage_at_exit()"])
-def test_a_command_ends_without_a_collection(call: str) -> None:
-    code = f"""
-import gc
-from fusewright.config import leave_garbage_at_exit
+ENDS = """
+import atexit, sys, threading, time
+from fusewright.config import leave
 class Noisy:
     def __del__(self):
         print("collected")
 one = Noisy()
 one.itself = one
-del one
-{call}
+kept = Noisy()
+atexit.register(print, "exit handler")
+threading.Thread(target=lambda: (time.sleep(0.1), print("thread"))).start()
+print("said", end=" ")
 """
-    command = [sys.executable, "-P", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == ("" if call else "collected\n")
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("leave(7)", "said thread\nexit handler\n"),
+        ("sys.exit(7)", "said thread\nexit handler\ncollected\ncollected\n"),
+    ],
+    ids=["leave", "exit"],
+)
+def test_leaving_is_an_exit_that_takes_nothing_apart(end: str, said: str) -> None:
+    command = [sys.executable, "-P", "-c", ENDS + end]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (7, said, "")
+
+
+def test_a_stream_that_fails_keeps_no_process_from_leaving() -> None:
+    code = ENDS + "sys.stdout.flush(); sys.stderr = None; sys.stdout.close(); leave(3)"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 3
+
+
+def test_the_command_leaves_its_modules_as_they_are() -> None:
+    code = (
+        ENDS + "import fusewright.serve.cli as cli; sys.argv = ['fusewright', 'bogus']; cli.run()"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "No such command" in done.stderr
+    assert done.stdout == "said thread\nexit handler\n"
