@@ -11,7 +11,7 @@ from .errors import UserError
 from .levels import BATCH_INVARIANT_LEVEL, LEVELS, LINEAR_FUSIONS, PASSES, Level
 from .options import EngineOptions, option_specs
 from .resolved import ModelLimits
-from .weight_format import STORED_FORMATS
+from .weight_format import STORED_FORMATS, full_name
 
 _MAX_INT = 2**63 - 1
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size")
@@ -80,7 +80,7 @@ def check_limits(options: EngineOptions, limits: ModelLimits) -> None:
             f"max_num_batched_tokens={tokens} < max_model_len={max_model_len} without chunked "
             "prefill: a long prompt could never run; raise it or enable chunked prefill"
         )
-    asked, there = o.quantization, limits.quantization
+    asked, there = full_name(o.quantization), limits.quantization
     if asked is not None and there not in ("none", asked):
         raise UserError(
             f"quantization={asked}: the checkpoint is quantized as {there} already; drop it, or "
@@ -146,7 +146,7 @@ def _check_ranges(options: EngineOptions) -> None:
             raise UserError(f"{spec.name}={value}: expected a number up to {largest}")
         choices = spec.choices
         if spec.name == "quantization":
-            choices = (*choices, *STORED_FORMATS)
+            choices = (*dict.fromkeys((*choices, *STORED_FORMATS)),)
         if choices and value not in (spec.default, *choices):
             raise UserError(f"{spec.name}={value!r}: expected {' or '.join(choices)}")
     if o.num_gpu_blocks_override is not None and o.kv_cache_memory_bytes is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from .levels import PASSES, CudagraphMode
 from .option_types import typed
+from .weight_format import ALIASES, STORED_FORMATS
 
 SERVER_MIXED_TOKENS = 256
 """``max_num_mixed_tokens`` of a server."""
@@ -73,8 +74,9 @@ class EngineOptions:
         None,
         "model",
         "FP8 weights and activations; a scale a channel and token (fp8), a 128 x 128 block "
-        "(fp8_block) or a matrix (fp8_static); as the checkpoint is if unset",
-        ("fp8", "fp8_block", "fp8_static"),
+        "(fp8_block) or a matrix (fp8_static); or weights alone: int4, int8, mxfp4, or a format "
+        "by its whole name, such as int4_g32; as the checkpoint is if unset",
+        ("fp8", "fp8_block", "fp8_static", *ALIASES, *STORED_FORMATS),
     )
     load_format: str = _option(
         "auto",

@@ -32,7 +32,7 @@ from .resolved import (
     SchedulerConfig,
     StoreConfig,
 )
-from .weight_format import STORED_FORMATS
+from .weight_format import STORED_FORMATS, full_name
 
 _DEFAULT_BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
 _DEFAULT_NUM_SEQS, _NUM_SEQS_LARGE_GPU, _LARGE_GPU_BYTES = 256, 512, 70 * 10**9
@@ -84,7 +84,7 @@ def resolve(options: EngineOptions, hardware: Hardware, limits: ModelLimits) -> 
 
 def _precision(options: EngineOptions, hardware: Hardware, limits: ModelLimits) -> Precision:
     dtype = limits.dtype if options.dtype == "auto" else options.dtype
-    quantization = options.quantization or limits.quantization
+    quantization = full_name(options.quantization) or limits.quantization
     stored = STORED_FORMATS.get(quantization)
     if quantization != "none" and (stored is None or stored.x_dtype):
         whence = "quantization" if options.quantization else "quantization of the checkpoint"

@@ -1,8 +1,9 @@
 """Describes weight formats as data: the tensors of a linear layer, and what their numbers mean.
 
 A ``StoredFormat`` is all that loading, sharding, merging and quantizing know of a format.
-``admit_weight_format`` (``ops/linear/kernels.py``) lists one here, with its kernels.  Nothing in
-this file imports torch, so that a checkpoint can be refused before that is imported.
+``STORED_FORMATS`` lists the package's own; ``admit_weight_format`` (``ops/linear/kernels.py``) adds
+another, with its kernels.  Nothing in this file imports torch, so that a checkpoint can be refused
+before that is imported.
 """
 
 from __future__ import annotations
@@ -123,12 +124,15 @@ class StoredFormat:
 
     A number of the weight is ``(integer - zero) * scale``, where ``zero`` is the stored zero point
     plus ``zero_offset`` if the format has zero points, else ``offset``; or it is
-    ``values[integer] * scale``.
+    ``values[integer] * scale``.  Either is multiplied by the ``row_scale`` of its row, if there is
+    one.
 
     Attributes:
         name: of the format, for users, checkpoints, ``explain`` and errors.
         weight, scale, zero: the tensors; ``zero`` is None for a symmetric format.  A scale and a
-            zero point belong to the same unit.
+            zero point belong to the same unit.  Zero points of a floating-point dtype need not be
+            whole numbers.
+        row_scale: a second scale, of rows, for scales that have little range of their own.
         offset: taken from every integer, such as 8 of unsigned 4-bit integers.
         zero_offset: added to every stored zero point.
         values: the value of every integer, for formats that are not linear.
@@ -141,6 +145,7 @@ class StoredFormat:
     weight: StoredTensor
     scale: StoredTensor
     zero: StoredTensor | None = None
+    row_scale: StoredTensor | None = None
     offset: int = 0
     zero_offset: int = 0
     values: tuple[float, ...] = ()
@@ -158,8 +163,9 @@ class StoredFormat:
     @property
     def tensors(self) -> dict[str, StoredTensor]:
         """The layer's tensors, by their names in the layer and in a call of ``linear``."""
-        zero = {} if self.zero is None else {"weight_zero": self.zero}
-        return {"weight": self.weight, "weight_scale": self.scale, **zero}
+        optional = {"weight_zero": self.zero, "weight_row_scale": self.row_scale}
+        there = {name: tensor for name, tensor in optional.items() if tensor is not None}
+        return {"weight": self.weight, "weight_scale": self.scale, **there}
 
     def step(self, axis: int) -> int:
         """The fewest rows (axis 0) or columns (1) that have elements of their own in all tensors;
@@ -169,7 +175,9 @@ class StoredFormat:
 
 def _contradictions(form: StoredFormat) -> Iterator[str]:
     """Every reason why a format contradicts itself."""
-    integers = {"weight": form.weight} | ({"zero": form.zero} if form.zero else {})
+    integers = {"weight": form.weight}
+    if form.zero and form.zero.dtype not in FLOAT_BITS:
+        integers["zero"] = form.zero
     for field, tensor in integers.items():
         if tensor.dtype not in INT_BITS:
             yield f"{field} is of {tensor.dtype}, expected one of {', '.join(INT_BITS)}"
@@ -182,6 +190,9 @@ def _contradictions(form: StoredFormat) -> Iterator[str]:
             yield f"the order of {field} is {packing.order}, expected 0 to {tensor.packed - 1} once"
     if form.scale.dtype not in FLOAT_BITS or form.scale.packing:
         yield f"scale is of {form.scale.dtype}, expected one of {', '.join(FLOAT_BITS)}, not packed"
+    if form.row_scale and (form.row_scale.dtype not in FLOAT_BITS or form.row_scale.unit != (1, 0)):
+        given = f"{form.row_scale.dtype} for {form.row_scale.unit}"
+        yield f"row_scale is of {given}, expected one of {', '.join(FLOAT_BITS)} for (1, 0)"
     if form.weight.unit != (1, 1):
         yield f"weight has a number for {form.weight.unit} rows and columns, expected (1, 1)"
     if form.scale.unit[0] < 1 or form.scale.unit[1] < 0:
@@ -195,5 +206,63 @@ def _contradictions(form: StoredFormat) -> Iterator[str]:
         yield f"x_dtype is {form.x_dtype!r}, expected one of {', '.join(map(repr, QUANTIZED_X))}"
 
 
-STORED_FORMATS: dict[str, StoredFormat] = {}
-"""Every admitted format by its name."""
+GROUPS = (32, 64, 128)
+"""Columns that share a scale, in the package's formats of integers; 0 is all of a row."""
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*_E2M1, *(-value for value in _E2M1))
+"""What the 4 bits of a float with 2 bits of exponent and 1 of mantissa stand for (OCP Microscaling
+Formats 1.0, section 5.3.3)."""
+
+
+def integer_format(bits: int, group: int, *, zero: bool = False) -> str:
+    """The name of the package's format of integers of 4 or 8 bits, with a scale for each ``group``
+    columns of a row (0: all of them), and with zero points or symmetric."""
+    unit = f"g{group}" if group else "channel"
+    return f"int{bits}_zero_{unit}" if zero else f"int{bits}_{unit}"
+
+
+def _integers(bits: int, group: int, zero: bool) -> StoredFormat:
+    # Scales of whole rows are few, so that nothing is gained by rounding them.
+    dtype, unit = "float16" if group else "float32", (1, group)
+    packing = Packing(4) if bits == 4 else None
+    return StoredFormat(
+        name=integer_format(bits, group, zero=zero),
+        weight=StoredTensor(
+            ("weight_packed",) if packing else ("weight",),
+            "uint8" if packing or zero else "int8",
+            packing=packing,
+        ),
+        scale=StoredTensor(("weight_scale",), dtype, unit),
+        zero=StoredTensor(("weight_zero_point",), dtype, unit) if zero else None,
+        offset=8 if packing and not zero else 0,
+    )
+
+
+def _floats(name: str, scale: str, group: int, row_scale: bool) -> StoredFormat:
+    rows = StoredTensor(("weight_row_scale",), "float32", (1, 0))
+    return StoredFormat(
+        name=name,
+        weight=StoredTensor(("weight_packed",), "uint8", packing=Packing(4)),
+        scale=StoredTensor(("weight_scale",), scale, (1, group)),
+        row_scale=rows if row_scale else None,
+        values=E2M1,
+    )
+
+
+MXFP4, NVFP4 = "mxfp4", "nvfp4"
+STORED_FORMATS: dict[str, StoredFormat] = {
+    form.name: form
+    for form in (
+        *(_integers(b, g, z) for b in (4, 8) for z in (False, True) for g in (*GROUPS, 0)),
+        _floats(MXFP4, "float8_e8m0fnu", 32, row_scale=False),
+        _floats(NVFP4, "float8_e4m3fn", 16, row_scale=True),
+    )
+}
+"""Every format of weights alone, by its name: the package's own, then those that are admitted."""
+ALIASES = {"int4": integer_format(4, 128), "int8": integer_format(8, 0)}
+"""Short names that users may give for formats."""
+
+
+def full_name(quantization: str | None) -> str | None:
+    """The name of a format for which a short one may be given."""
+    return quantization and ALIASES.get(quantization, quantization)

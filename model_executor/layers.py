@@ -46,6 +46,7 @@ class Linear(nn.Module):
     weight_scale: Tensor
     input_scale: Tensor
     weight_zero: Tensor
+    weight_row_scale: Tensor
 
     def __init__(
         self,
@@ -130,7 +131,8 @@ class Linear(nn.Module):
             dtype = x.dtype
         zero = None if form.zero is None else self.weight_zero
         weight = (self.weight, self.bias, scale, self.weight_scale, dtype)
-        return ops.linear(operand, *weight, None, None, zero, form.name)
+        rows = None if form.row_scale is None else self.weight_row_scale
+        return ops.linear(operand, *weight, None, None, zero, form.name, rows)
 
 
 def _by_block(rule: ShardRule) -> ShardRule:

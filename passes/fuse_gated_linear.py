@@ -77,7 +77,7 @@ def _read(act: fx.Node) -> Match | None:
     args["out_scale"] = None if quant is None else quant.args[1]
     last = quant or act
     if args["weight_format"] is None:  # defaults at the end, which a call leaves out
-        del args["weight_format"], args["weight_zero"]
+        del args["weight_row_scale"], args["weight_format"], args["weight_zero"]
     return Match(last, [act.args[0], act, last], [last], call(LINEAR, tuple(args.values())))
 
 

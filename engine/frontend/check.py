@@ -10,6 +10,7 @@ from functools import partial
 from ...compiler.artifacts.store import artifacts_having
 from ...config import EngineOptions, UserError
 from ...config.check import check_limits, check_options
+from ...config.weight_format import full_name
 from ...model_executor.checkpoint import checkpoint_files
 from ...model_executor.hf_config import model_folder, model_limits, read_spec
 from ...model_executor.parallel import check_parallel
@@ -38,8 +39,9 @@ def check_start(options: EngineOptions, *, weights: bool = True) -> None:
     folder = model_folder(options.model, weights=weights, lookup=lookup, overrides=overrides)
     spec = read_spec(folder, options.model_impl, lookup, options.tensor_parallel_size)
     check_limits(options, model_limits(spec))
-    if spec.quant is None and options.quantization is not None:
-        check_online_kind(spec, options.quantization)
+    kind = full_name(options.quantization)
+    if spec.quant is None and kind is not None:
+        check_online_kind(spec, kind)
     check_parallel(
         spec,
         options.tensor_parallel_size,

@@ -172,8 +172,8 @@ def _modelopt_section(file: Path) -> HfConfig:
 def _stored(section: HfConfig) -> tuple[QuantKind, Callable[[str], bool]]:
     name = section.text("format")
     if name not in STORED_FORMATS:
-        admitted = ", ".join(map(repr, STORED_FORMATS)) or "none"
-        expected = f"a format that is admitted: {admitted}; admit_weight_format admits another"
+        known = ", ".join(STORED_FORMATS)
+        expected = f"one of {known}; admit_weight_format admits another"
         raise section.error("format", name, expected)
     skipped = _matcher(section, "modules_to_not_convert", "ignore")
     return name, lambda module: not skipped(module)

@@ -134,6 +134,7 @@ def describe(
     out_scale: Any = None,
     weight_zero: Any = None,
     weight_format: str | None = None,
+    weight_row_scale: Any = None,
 ) -> LinearDesc:
     """Describe a call of ``linear`` from its arguments, of which shapes and dtypes are read.
 
@@ -141,12 +142,18 @@ def describe(
         ValueError: they do not fit each other; names the argument and what was expected.
     """
     if weight_format is None:
-        if weight_zero is not None:
-            raise ValueError("linear: weight_zero is given, expected weight_format beside it")
+        if weight_zero is not None or weight_row_scale is not None:
+            name = "weight_row_scale" if weight_zero is None else "weight_zero"
+            raise ValueError(f"linear: {name} is given, expected weight_format beside it")
         found = format_of(x, weight, x_scale, weight_scale)
         out_features, in_features = weight.shape
     else:
-        tensors = {"weight": weight, "weight_scale": weight_scale, "weight_zero": weight_zero}
+        tensors = {
+            "weight": weight,
+            "weight_scale": weight_scale,
+            "weight_zero": weight_zero,
+            "weight_row_scale": weight_row_scale,
+        }
         found, (out_features, in_features) = describe_stored(weight_format, x, x_scale, tensors)
     dtypes: tuple[Any, ...] = OUT_DTYPES if found.quantizes_x else (x.dtype,)
     dtype: Any = out_dtype if found.quantizes_x else out_dtype or x.dtype
@@ -204,6 +211,7 @@ class LinearArgs(NamedTuple):
     out_scale: Any = None
     weight_zero: Any = None
     weight_format: str | None = None
+    weight_row_scale: Any = None
 
     @property
     def epilogue(self) -> tuple[str | None, Any]:
@@ -213,14 +221,14 @@ class LinearArgs(NamedTuple):
 
 
 Shapes: TypeAlias = tuple[tuple[torch.dtype, torch.Size] | None, ...]
-"""Dtype and shape of a call's tensors: x, weight, bias, x_scale, weight_scale, out_scale and
-weight_zero."""
+"""Dtype and shape of a call's tensors: x, weight, bias, x_scale, weight_scale, out_scale,
+weight_zero and weight_row_scale."""
 
 
 def shapes_of(call: LinearArgs) -> Shapes:
     """Dtypes and shapes of the tensors of a call of ``linear``, as a key."""
     operands = (call.x, call.weight, call.bias, call.x_scale, call.weight_scale)
-    tensors = (*operands, call.out_scale, call.weight_zero)
+    tensors = (*operands, call.out_scale, call.weight_zero, call.weight_row_scale)
     return tuple([None if t is None else (t.dtype, t.shape) for t in tensors])
 
 
@@ -233,8 +241,8 @@ def describe_shapes(
 ) -> tuple[LinearDesc, int]:
     """Describe a call whose tensors have these dtypes and shapes, and count its rows."""
     held = [None if s is None else TensorDesc(*s) for s in shapes]
-    x, weight, bias, x_scale, weight_scale, out_scale, weight_zero = held
-    how = (out_dtype, activation, out_scale, weight_zero, weight_format)
+    x, weight, bias, x_scale, weight_scale, out_scale, weight_zero, weight_row_scale = held
+    how = (out_dtype, activation, out_scale, weight_zero, weight_format, weight_row_scale)
     desc = describe(x, weight, bias, x_scale, weight_scale, *how)
     return desc, held[0].numel // max(desc.in_features, 1)  # type: ignore[union-attr]
 

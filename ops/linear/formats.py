@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...config.weight_format import AXES, StoredFormat, StoredTensor
+from ...config.weight_format import AXES, STORED_FORMATS, StoredFormat, StoredTensor
 from ..core.float8 import E4M3
 from ..core.tiles import cdiv
 
@@ -23,6 +23,12 @@ BLOCK = 128
 OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SMALLEST = 1e-12
 """Taken as the largest value where all are zero, so that no scale is zero."""
+
+
+def dtype_of(tensor: StoredTensor) -> torch.dtype:
+    """The dtype of a stored tensor's elements."""
+    dtype: torch.dtype = getattr(torch, tensor.dtype)
+    return dtype
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,7 @@ WEIGHT_FORMATS: dict[str, WeightFormat] = {
     found.name: found
     for found in (
         *(WeightFormat(str(d).removeprefix("torch."), d) for d in (*OUT_DTYPES, torch.float64)),
+        *map(WeightFormat.of, STORED_FORMATS.values()),
         WeightFormat("fp8 tensor", E4M3, (0, 0), (0, 0)),
         WeightFormat("fp8 token", E4M3, (1, 0), (1, 0)),
         WeightFormat("fp8 block", E4M3, (1, BLOCK), (BLOCK, BLOCK)),
@@ -84,12 +91,6 @@ WEIGHT_FORMATS: dict[str, WeightFormat] = {
         WeightFormat("fp8 block weight", E4M3, None, (BLOCK, BLOCK)),
     )
 }
-
-
-def dtype_of(tensor: StoredTensor) -> torch.dtype:
-    """The dtype of a stored tensor's elements."""
-    found: torch.dtype = getattr(torch, tensor.dtype)
-    return found
 
 
 def describe_stored(
@@ -105,10 +106,10 @@ def describe_stored(
     """
     found = WEIGHT_FORMATS.get(name)
     if found is None or found.stored is None:
-        known = ", ".join(repr(f.name) for f in WEIGHT_FORMATS.values() if f.stored) or "none"
+        known = ", ".join(repr(f.name) for f in WEIGHT_FORMATS.values() if f.stored)
         raise ValueError(
-            f"linear: weight_format is {name!r}, expected one that is admitted: {known}; "
-            "admit_weight_format admits another"
+            f"linear: weight_format is {name!r}, expected one of {known}; admit_weight_format "
+            "admits another"
         )
     stored = found.stored
     if given := [n for n, t in tensors.items() if t is not None and n not in stored.tensors]:
@@ -158,7 +159,11 @@ def _check_x(stored: StoredFormat, x: Any, x_scale: Any) -> None:
 
 
 def dequantize(
-    stored: StoredFormat, weight: Tensor, scale: Tensor, zero: Tensor | None = None
+    stored: StoredFormat,
+    weight: Tensor,
+    scale: Tensor,
+    zero: Tensor | None = None,
+    row_scale: Tensor | None = None,
 ) -> Tensor:
     """The numbers of a stored weight, [out_features, in_features] in float32: the definition of the
     format."""
@@ -170,7 +175,8 @@ def dequantize(
         numbers = (units - zeros[:, None, :, None]).float()
     else:
         numbers = (units - stored.offset).float()
-    return (numbers * scales[:, None, :, None]).flatten(2).flatten(0, 1)
+    numbers = (numbers * scales[:, None, :, None]).flatten(2).flatten(0, 1)
+    return numbers if row_scale is None else numbers * row_scale.float()
 
 
 def unpack(tensor: StoredTensor, elements: Tensor) -> Tensor:
@@ -213,11 +219,16 @@ def quantize(stored: StoredFormat, weight: Tensor) -> dict[str, Tensor]:
     high = low + 2**stored.weight.bits - 1
     largest = units.abs().amax((1, 3), keepdim=True).clamp(min=_SMALLEST)
     tensors: dict[str, Tensor] = {}
+    if stored.row_scale is not None:
+        ranges = largest.amax(2, keepdim=True) / max(map(abs, stored.values))
+        row_scale = (ranges / torch.finfo(dtype_of(stored.scale)).max).float()
+        tensors["weight_row_scale"] = pack(stored.row_scale, row_scale[:, 0, 0])
+        units, largest = units / row_scale, largest / row_scale
     if stored.zero is not None:
         least, most = (f((1, 3), keepdim=True) for f in (units.amin, units.amax))
         least, most = least.clamp(max=0), most.clamp(min=0)
         scale = _stored_scale(stored, (most - least).clamp(min=_SMALLEST) / (high - low))
-        zero = (low - least / scale).round().clamp(low, high).int()
+        zero = (low - least / scale).round().clamp(low, high)
         tensors["weight_zero"] = pack(stored.zero, (zero - stored.zero_offset)[:, 0, :, 0])
     elif stored.values:
         scale = _stored_scale(stored, largest / max(map(abs, stored.values)))
@@ -268,4 +279,7 @@ def _stored_scale(stored: StoredFormat, scale: Tensor) -> Tensor:
     """Scales as the format can hold them; powers of two are rounded up, so that nothing is cut."""
     if stored.scale.dtype == "float8_e8m0fnu":
         scale = torch.exp2(scale.log2().ceil())
-    return scale.to(dtype_of(stored.scale)).float()
+        return scale.to(torch.float8_e8m0fnu).float()
+    dtype = dtype_of(stored.scale)
+    least = torch.finfo(dtype).tiny * torch.finfo(dtype).eps  # the least that is not zero
+    return scale.clamp(min=least).to(dtype).float()

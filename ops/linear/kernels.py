@@ -39,7 +39,7 @@ from .formats import WEIGHT_FORMATS, WeightFormat, dequantize
 Gemm = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 _CALLS = 4096
-_STORED = "no kernel of the package reads weights of an admitted format"
+_STORED = "it reads no weights of a stored format"
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,7 +175,8 @@ def dequantized(call: LinearArgs) -> tuple[Tensor, Tensor]:
         x = _dequantize(call.x, call.x_scale)
     if call.weight_format is None:
         return x, _dequantize(weight, scale)
-    return x, dequantize(STORED_FORMATS[call.weight_format], weight, scale, call.weight_zero)
+    stored = STORED_FORMATS[call.weight_format]
+    return x, dequantize(stored, weight, scale, call.weight_zero, call.weight_row_scale)
 
 
 def _dequantize(q: Tensor, scale: Tensor) -> Tensor:
@@ -244,7 +245,7 @@ WITHOUT_CSRC = KERNELS[2:]
 UNMEASURED = KERNELS[3:]
 """The kernels that are left where no table names a library algorithm."""
 ADMITTED: dict[str, tuple[LinearKernel, ...]] = {}
-"""The kernels of each format that is admitted."""
+"""The kernels of each format that is admitted with some."""
 
 
 def admit_weight_format(stored: StoredFormat, *kernels: LinearKernel) -> None:
@@ -280,7 +281,7 @@ def format_factors(weight_format: str) -> dict[str, str]:
     stored = STORED_FORMATS.get(weight_format)
     if stored is None:
         return {}
-    names = ", ".join(kernel.name for kernel in ADMITTED[weight_format])
+    names = ", ".join(kernel.name for kernel in ADMITTED.get(weight_format, ()))
     return {"weight_format": str(stored), "weight_format.kernels": names or "none"}
 
 

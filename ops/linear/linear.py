@@ -56,6 +56,7 @@ def linear(
     out_scale: Tensor | None = None,
     weight_zero: Tensor | None = None,
     weight_format: str | None = None,
+    weight_row_scale: Tensor | None = None,
 ) -> Tensor:
     """A linear layer with float32 accumulation; then its activation and quantization, if given.
 
@@ -74,10 +75,9 @@ def linear(
             weight's rows are I of gate, then I of up, and the result is ``act(gate) * up``; or
             "relu", "relu2" (its square), "gelu" or "gelu_new" (by tanh), of every sum.
         out_scale: [1, 1] float32: the result is quantized by it, as ``quant_fp8_static`` does.
-        weight_zero: zero points, of a ``weight_format`` that has them.
-        weight_format: None, or the name of an admitted format (``admit_weight_format``).  It says
-            dtypes and shapes of weight, scales and zero points, and whether x is quantized; the
-            weight stands for what ``dequantize`` makes of it.
+        weight_zero, weight_row_scale: of a ``weight_format`` that has them.
+        weight_format: None, or one of ``STORED_FORMATS``.  It says dtypes and shapes of the others,
+            and whether x is quantized; the weight stands for what ``dequantize`` makes of it.
 
     Returns:
         [..., out_features], or [..., I], contiguous.  It is rounded after the bias, once more after
@@ -87,7 +87,7 @@ def linear(
     Raises:
         ValueError: shapes, dtypes or the activation are none of these.
     """
-    how = (out_dtype, activation, out_scale, weight_zero, weight_format)
+    how = (out_dtype, activation, out_scale, weight_zero, weight_format, weight_row_scale)
     return _define(F.linear, x, weight, bias, x_scale, weight_scale, *how)
 
 

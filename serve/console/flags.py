@@ -73,6 +73,7 @@ ENGINE_FLAGS = (*option_specs(), REVISION)
 _SHORT = {"optimization_level": "-O"}
 _METAVARS = {
     "model": "DIR|ORG/NAME|abacus",
+    "quantization": "FORMAT",
     "tokenizer": "DIR|ORG/NAME",
     "passes": "PASS,…",
     "disable_passes": "PASS,…",
