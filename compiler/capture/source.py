@@ -31,12 +31,16 @@ class Repeat:
             ``weights/layers.{}.`` for all that starts so, ``kv_cache/{}`` for one.
         carried: name of the graph input that the first layer reads as others read what the layer
             before makes, where the model has nothing ahead of its layers.
+        shared: for each layer of the deeper model, names of the graph inputs that it shares with
+            the layers of its cache group.  A copy reads its own where the traced layer, which is
+            the first of its kind, reads those of another group.
     """
 
     module: str
     layers: tuple[int, ...]
     inputs: tuple[str, ...]
     carried: str = ""
+    shared: tuple[tuple[str, ...], ...] = ()
 
     def traced_layer(self, node: fx.Node) -> int | None:
         """The traced layer that a node was captured in, None outside of the list."""
@@ -71,6 +75,15 @@ class Repeat:
                 key: (re.sub(number, rf"\g<1>{layer}", path, count=1), *rest)
                 for key, (path, *rest) in stack.items()
             }
+
+    def other_group(self, layer: int) -> dict[str, str]:
+        """For each input of its cache group that the traced layer reads, the one that ``layer``, a
+        copy of it, reads instead; none if both are of one group."""
+        if not self.shared:
+            return {}
+        first = self.layers.index(self.layers[layer])
+        pairs = zip(self.shared[first], self.shared[layer], strict=True)
+        return {name: own for name, own in pairs if name != own}
 
     def rename(self, name: str, traced: int, layer: int) -> str:
         """The name, in ``layer``, of an input that belongs to ``traced``."""

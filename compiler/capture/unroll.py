@@ -63,9 +63,16 @@ def unroll(traced: Traced, repeat: Repeat) -> Traced:
     computed = [n for n in traced.gm.graph.nodes if n.op != "placeholder"]
     _copy(takewhile(lambda n: n not in inside, computed), graph, mapping)
     carried = mapping[first.carried_in]
+    by_name = {
+        it.name: n for n, it in zip(placeholders, traced.inputs, strict=True) if it.dim is None
+    }
     for layer, number in enumerate(repeat.layers):
         template = layers[number]
         local = {**mapping, **own[layer], template.carried_in: carried}
+        local |= {
+            by_name[name]: mapping[by_name[of_group]]
+            for name, of_group in repeat.other_group(layer).items()
+        }
         nodes = [node for node in template.nodes if node not in mapping]
         _copy(nodes, graph, local)
         for node in nodes:
@@ -105,7 +112,9 @@ def _layers(traced: Traced, repeat: Repeat) -> tuple[dict[int, _Layer], set[fx.N
         if node.op not in ("placeholder", "output")
     }
     _end_at_marks(marks, numbers)
+    of_groups = {name for layer in range(len(repeat.layers)) for name in repeat.other_group(layer)}
     outer = {n for n, it in sources.items() if _owner(it, repeat) is None} - carried
+    outer -= {n for n, it in sources.items() if it.dim is None and it.name in of_groups}
     shared = _shared(graph, numbers, outer) if marks else set()
     nodes: dict[int, list[fx.Node]] = {}
     for node, number in numbers.items():

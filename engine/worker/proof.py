@@ -82,7 +82,10 @@ def captured_source(spec: ModelSpec, model: CapturedModel, inputs: Example) -> S
             model, inputs, why=why, whole="it has no list of layers that attend once each"
         )
     module, kinds = f"library.{facts.layers}", layer_kinds(spec, model.library)
-    layers = Repeat(module, kinds, (f"{WEIGHTS}{module}.{{}}.", KV_CACHE))
+    groups = map(spec.cache_group, range(spec.num_layers))
+    shared = tuple((slot_mapping_of(group), block_table_of(group)) for group in groups)
+    inputs_of_one = (f"{WEIGHTS}{module}.{{}}.", KV_CACHE)
+    layers = Repeat(module, kinds, inputs_of_one, shared=shared)
     if facts.undivided:
         return Source(model, inputs, why=why, whole=facts.undivided, shown=layers)
     once = partial(model.running_once, kinds, mark)

@@ -95,15 +95,16 @@ def _replaced(values: Any, first: Any) -> Any:
 
 def layer_kinds(spec: ModelSpec, library: nn.Module) -> tuple[int, ...]:
     """For each layer of a captured model, the first that differs from it in the values of weights
-    alone: it computes the same, is of the same cache group, and has weights of the same formats, of
-    which a rank has the same parts.
+    and in the cache group alone: it computes the same, over a cache of the same layout, and has
+    weights of the same formats, of which a rank has the same parts.
 
     ``library`` is the library's model with our linear layers.
     """
     facts = spec.captured
     assert facts is not None
     own = re.compile(rf"{re.escape(facts.layers)}\.(\d+)\.(.+)")
-    found: list[set[Any]] = [{(kind, spec.cache_group(n))} for n, kind in enumerate(facts.kinds)]
+    caches = [spec.cache_groups[spec.cache_group(n)].spec for n in range(spec.num_layers)]
+    found: list[set[Any]] = [{pair} for pair in zip(facts.kinds, caches, strict=True)]
     tensors = [*library.named_parameters(), *library.named_buffers()]
     modules = library.named_modules()
     for name, *what in (

@@ -172,10 +172,11 @@ def test_layers_are_of_one_kind_only_if_they_compute_the_same(case: str) -> None
 
 
 TYPES = ("llama", "smollm3", "gpt_oss")
-"""One kind of layers; layers that do not rotate; cache groups, sinks and experts."""
+"""One kind of layers; layers that do not rotate; cache groups, sinks and experts.  A layer of
+Gemma 3 stands for layers of other cache groups too."""
 
 
-def source_of(model_type: str, **sizes: int) -> Source:
+def source_of(model_type: str, **sizes: Any) -> Source:
     config = shrunk(default_config(model_type))
     for name, value in sizes.items():
         setattr(config, name, value)
@@ -203,11 +204,18 @@ def lowered(source: Source) -> tuple[str, Any, dict[str, int], list[PassReport]]
     return without_node_names(plan), plan.inputs, dict(choices), reports
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+WINDOWS = ("sliding_attention",) * 3 + ("full_attention",) + ("sliding_attention",) * 2
+
+
+@pytest.mark.parametrize("model_type", [*TYPES, "gemma3_text"])
 def test_unrolled_equals_traced_whole(model_type: str) -> None:
     """The program is the same, and so is what the passes report of each layer."""
-    source = source_of(model_type)
+    sizes: dict[str, Any] = {"num_hidden_layers": len(WINDOWS), "layer_types": list(WINDOWS)}
+    source = source_of(model_type, **sizes if model_type == "gemma3_text" else {})
     assert source.repeat is not None and source.whole == ""
+    if model_type == "gemma3_text":
+        groups = {tables for _, tables in source.repeat.shared}
+        assert len(groups) == 6 and source.repeat.layers == (0, 0, 0, 3, 0, 0)
     steps, inputs, choices, reports = lowered(source)
     all_steps, all_inputs, all_choices, all_reports = lowered(whole(source))
     assert steps == all_steps
