@@ -255,7 +255,12 @@ def _plain(graph: fx.Graph) -> list[str]:
 def check_models(
     names: Sequence[str], level: int, jobs: int, on_done: Callable[[ModelCheck], object]
 ) -> list[ModelCheck]:
-    """``check_model`` for each of ``names``, by ``jobs`` processes; results are in their order."""
+    """``check_model`` for each of ``names``, by ``jobs`` processes; results are in their order.
+
+    Raises:
+        UserError: the library is not installed, or there is no such type or folder.
+    """
+    version()
     if jobs == 1 or len(names) == 1:
         _be_quiet()
         checks = []

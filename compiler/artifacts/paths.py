@@ -22,14 +22,19 @@ def default_search_paths() -> tuple[Path, ...]:
     return (baked_path(), user) if user else (baked_path(),)
 
 
+def named_folders(asked: Iterable[str]) -> list[Path]:
+    """The folders of ``--compile-cache-dir``, each item a folder or several with colons between.
+    Commas are the command line's, for this list as for all others."""
+    return [Path(name).expanduser() for item in asked for name in item.split(":") if name]
+
+
 def search_paths(asked: Iterable[str] = ()) -> tuple[tuple[Path, ...], Path | None]:
     """The stores to search, in order, and the one that new artifacts go to.
 
     Args:
-        given: folders, or lists of folders with colons, in place of the user's store; new artifacts
-            go to the first.  Commas are the command line's, for this list as for all others.
+        asked: as ``named_folders`` takes them, in place of the user's store; new artifacts go to
+            the first.
     """
-    folders = [Path(name).expanduser() for item in asked for name in item.split(":") if name]
-    if folders:
+    if folders := named_folders(asked):
         return (baked_path(), *folders), folders[0]
     return default_search_paths(), user_path()

@@ -18,7 +18,7 @@ from .archive import ARTIFACTS
 from .artifact import REMEDY, Artifact, Manifest, Refusal
 from .key import Key, differences
 from .packed import Packed
-from .paths import search_paths
+from .paths import default_search_paths, search_paths
 from .store_folder import LOCKS, TRUST_REMEDY, StoreError
 
 _CHANGES = "changes.lock"
@@ -216,7 +216,12 @@ class Store:
         )
 
     def _where(self) -> str:
-        return ", ".join(map(str, self.search_paths))
+        """The folders that are searched; of one that somebody named, whether it is missing."""
+        usual = default_search_paths()
+        return ", ".join(
+            str(path) if path in usual or path.is_dir() else f"{path} (no such folder)"
+            for path in self.search_paths
+        )
 
     # Writing
 

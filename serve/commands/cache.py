@@ -195,7 +195,7 @@ def import_(
     trusted_keys: _Trusted = None,
 ) -> None:
     """Verify the artifacts of an export, then add them to the store."""
-    for artifact in _store(folders, trusted_keys).import_(source):
+    for artifact in _store(folders, trusted_keys, writes=True).import_(source):
         typer.echo(f"{artifact.path}: {artifact.manifest.label}")
 
 
@@ -245,10 +245,22 @@ def sign(
     typer.echo(f"{artifact.path}: signed by {signing.sign(artifact, private_key)}")
 
 
-def _store(folders: list[str] | None, trusted_keys: list[str] | None = None) -> Store:
+def _store(
+    folders: list[str] | None, trusted_keys: list[str] | None = None, *, writes: bool = False
+) -> Store:
+    """The stores that a command works on.
+
+    Raises:
+        UserError: one that is named is not there, and the command does not write to it.
+    """
+    from ...compiler.artifacts.paths import named_folders
     from ...compiler.artifacts.store import open_store
 
-    return open_store(_items(folders), trusted_keys=_items(trusted_keys))
+    asked = _items(folders)
+    for path in () if writes else named_folders(asked):
+        if not path.is_dir():
+            raise UserError(f"--compile-cache-dir {path}: no such folder; name one that is there")
+    return open_store(asked, trusted_keys=_items(trusted_keys))
 
 
 def _items(texts: list[str] | None) -> list[str]:

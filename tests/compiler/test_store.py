@@ -67,6 +67,8 @@ def test_a_store_may_be_reached_by_a_link(tmp_path: Path) -> None:
 
 def test_a_miss_names_each_factor_of_the_nearest(tmp_path: Path) -> None:
     store = own(tmp_path / "store")
+    assert store.explain_miss(key()) == f"no artifacts in {tmp_path}/store (no such folder)"
+    (tmp_path / "store").mkdir()
     assert store.explain_miss(key()) == f"no artifacts in {tmp_path}/store"
     far, near = key(1, other="x"), key(2, passes="cleanup")
     for stored in (far, near):

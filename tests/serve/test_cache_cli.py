@@ -59,6 +59,7 @@ def store(tmp_path: Path) -> Store:
 @pytest.fixture
 def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
     monkeypatch.setenv("FUSEWRIGHT_BAKED_DIR", str(tmp_path / "baked"))
+    (tmp_path / "store").mkdir(exist_ok=True)
     return Cli(tmp_path / "store", capsys)
 
 
@@ -80,11 +81,22 @@ def test_ls_lists_the_baked_store_first(tmp_path: Path, store: Store, cli: Cli) 
     assert entries[1]["problem"] is None
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [["ls"], ["show", "0"], ["verify"], ["export", "0", "x.tar"], ["prune", "--all"]],
+    ids=lambda argv: argv[0],
+)
+def test_a_misspelt_folder_is_no_empty_store(argv: list[str], tmp_path: Path, cli: Cli) -> None:
+    mistake = tmp_path / "stroe"
+    told = cli(*argv, "--compile-cache-dir", f"{tmp_path}/store:{mistake}", code=2)
+    assert f"--compile-cache-dir {mistake}: no such folder" in told
+    assert not mistake.exists()
+
+
 def test_ls_says_when_there_is_nothing(tmp_path: Path, cli: Cli) -> None:
     assert cli("ls") == f"no artifacts in {tmp_path}/baked, {tmp_path}/store\n"
     assert cli.json("ls") == []
     assert cli("prune", "--all") == "removed 0\n"
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_folders_are_repeated_or_separated_by_colons(tmp_path: Path, cli: Cli) -> None:

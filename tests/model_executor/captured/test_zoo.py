@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -65,6 +66,15 @@ def test_a_refusal_says_what_is_missing_in_one_line(model_type: str) -> None:
 def test_an_unknown_name_is_a_mistake() -> None:
     with pytest.raises(UserError, match=r"neither a folder with a config.json nor a causal"):
         check_model("no-such-type", level=2)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_without_the_library_no_model_is_checked(
+    jobs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UserError, match=r"install fusewright\[transformers\]"):
+        check_models(["gemma3_text", "opt"], 2, jobs, lambda check: None)
 
 
 Facts = Callable[..., dict[str, Any]]
