@@ -156,12 +156,13 @@ def _inlined(schema: Any, nested: dict[str, Any]) -> Any:
 
 async def _answer(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        what = error.detail
-        if error.status_code == 404:
-            what = (
-                why_no_path(request.url.path) or "no such path; /docs lists those that are served"
-            )
-        error = ApiError(error.status_code, f"{request.method} {request.url.path[:200]}: {what}")
+        status, what = error.status_code, error.detail
+        if status == 404 and (why := why_no_path(request.url.path)):
+            # LiteLLM takes a server that answers 404 out of service for all its clients.
+            status, what = 400, why
+        elif status == 404:
+            what = "no such path; /docs lists those that are served"
+        error = ApiError(status, f"{request.method} {request.url.path[:200]}: {what}")
     answer = api_error(error)
     request.scope[REASON] = answer.message
     return answer.response(request.url.path)

@@ -238,10 +238,11 @@ def test_a_path_that_is_not_served_says_what_to_use(
 ) -> None:
     for method in ("GET", "POST"):
         answer = http.request(method, path)
-        assert answer.status_code == 404
+        # A gateway stops asking a server that answers 404, for a mistake of one client.
+        assert answer.status_code == (404 if path == "/nothing" else 400)
         assert told in answer.json()["error"]["message"]
     if path == "/v1/embeddings":
-        with pytest.raises(openai.NotFoundError, match="use another server"):
+        with pytest.raises(openai.BadRequestError, match="use another server"):
             client.embeddings.create(model="abacus", input="x")
 
 
