@@ -26,6 +26,7 @@ from ...compiler.compiled import LOOKUPS, Compiled
 from ...compiler.lowering.check_kernels import check_kernels
 from ...compiler.run.program import Program, eager_program
 from ...config import EngineOptions, Hardware, ResolvedConfig, UserError, resolve, step_schema
+from ...config.process.memory import host_bytes
 from ...graph_capture import Dispatcher, Graphs, StepBuffers, make_backend, say_free
 from ...model_executor.cache_spec import LayerGroup
 from ...model_executor.captured.described import nowhere
@@ -251,17 +252,22 @@ def bind_kv_caches(
     """
     size = config.cache.block_size
     device = torch.device(config.hardware.device)
+    needed = num_blocks * kv_cache_bytes_per_block(spec.cache_groups, size)
+    # Linux would give more memory than there is, and end the process when it is written.
+    most = host_bytes() if device.type == "cpu" else None
+    has = f"{device.type} has left" if most is None else f"the {most / 1e9:.2f} GB of this machine"
+    no_room = UserError(
+        f"KV cache: {num_blocks} blocks of {size} tokens take {needed / 1e9:.2f} GB, more than "
+        f"{has}; lower num_gpu_blocks_override, kv_cache_memory_bytes or gpu_memory_utilization"
+    )
+    if most is not None and needed > most:
+        raise no_room
     try:
         caches = allocate_kv_caches(spec.cache_groups, num_blocks, size, device)
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        needed = num_blocks * kv_cache_bytes_per_block(spec.cache_groups, size)
-        raise UserError(
-            f"KV cache: {num_blocks} blocks of {size} tokens take {needed / 1e9:.2f} GB, more than "
-            f"{config.hardware.device} has left; lower num_gpu_blocks_override, "
-            "kv_cache_memory_bytes or gpu_memory_utilization"
-        ) from error
+        raise no_room from error
     program.bind({kv_cache_name(i): cache for i, cache in enumerate(caches)})
     return caches
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import typer
 
 from ... import __version__
+from ...config.process.memory import host_bytes
 from ..console.flags import Json
 from ..console.table import table
 
@@ -106,11 +107,8 @@ def _cpu_name() -> str:
 
 
 def _memory() -> str:
-    try:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return "unknown"
-    return f"{total / 2**30:.1f} GiB"
+    total = host_bytes()
+    return "unknown" if total is None else f"{total / 2**30:.1f} GiB"
 
 
 def _driver() -> str:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fusewright.config import UserError
+from fusewright.config.process.memory import host_bytes
 from fusewright.engine.frontend.outputs import RequestOutput
 from fusewright.engine.llm import LLM
 from fusewright.engine.messages.sampling_params import SamplingParams
@@ -255,6 +256,15 @@ def test_the_cache_being_too_small_is_found_before_anything_runs() -> None:
     with pytest.raises(UserError, match="KV cache too small for one request"):
         engine.add_request("abc", SamplingParams(max_tokens=30, n=2))
     assert not engine.has_unfinished()
+
+
+def test_a_cache_larger_than_the_memory_of_this_machine_is_refused() -> None:
+    """Linux would promise it, layer by layer, and kill the process that fills it."""
+    memory, per_block = host_bytes(), 5 * 2 * 2 * 64 * 16 * 2
+    assert memory is not None
+    blocks = memory // per_block + 1
+    with pytest.raises(UserError, match=r"more than the .* GB of this machine; lower num_gpu"):
+        LLM("abacus", optimization_level=0, num_gpu_blocks_override=blocks)
 
 
 def test_max_tokens_none_runs_to_the_length_limit() -> None:
