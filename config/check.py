@@ -11,6 +11,7 @@ from .errors import UserError
 from .levels import BATCH_INVARIANT_LEVEL, LEVELS, LINEAR_FUSIONS, PASSES, Level
 from .options import EngineOptions, option_specs
 from .resolved import ModelLimits
+from .speculative import read_speculative
 from .weight_format import STORED_FORMATS, full_name
 
 _MAX_INT = 2**63 - 1
@@ -47,6 +48,7 @@ def check_options(options: EngineOptions) -> None:
     _check_store(options, level)
     _check_capture(options, level)
     _check_scheduler(options)
+    read_speculative(options.speculative_config)
 
 
 def _check_overrides(options: EngineOptions) -> None:

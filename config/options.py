@@ -206,6 +206,12 @@ class EngineOptions:
         "fcfs", "scheduler", "who runs first: by arrival, or by priority", ("fcfs", "priority")
     )
     async_scheduling: bool = _option(True, "scheduler", "prepare step n+1 while n runs")
+    speculative_config: str | None = _option(
+        None,
+        "scheduler",
+        "JSON object that says who drafts tokens, several of which a step verifies, such as "
+        '{"method": "ngram", "num_speculative_tokens": 4}',
+    )
 
     block_size: int = _option(16, "cache", "tokens a KV block; a power of two from 8")
     kv_cache_dtype: str = _option(

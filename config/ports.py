@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from .errors import UserError
@@ -157,7 +158,7 @@ def _compilation(config: Any) -> dict[str, Any]:
     return options
 
 
-def _json_text(value: Any) -> Any:
+def _json_text(name: str, value: Any) -> Any:
     """A dict as JSON text, as the command line has it.
 
     Raises:
@@ -168,12 +169,13 @@ def _json_text(value: Any) -> Any:
     try:
         return json.dumps(value)
     except (TypeError, ValueError) as error:
-        raise UserError(f"hf_overrides={value!r}: not JSON: {error}") from None
+        raise UserError(f"{name}={value!r}: not JSON: {error}") from None
 
 
 _OURS: dict[str, Callable[[Any], Any]] = {
     "dtype": lambda value: str(value).removeprefix("torch."),
-    "hf_overrides": _json_text,
+    "hf_overrides": partial(_json_text, "hf_overrides"),
+    "speculative_config": partial(_json_text, "speculative_config"),
 }
 """Options that vLLM takes as objects of other types too."""
 

@@ -32,6 +32,7 @@ from .resolved import (
     SchedulerConfig,
     StoreConfig,
 )
+from .speculative import read_speculative
 from .weight_format import STORED_FORMATS, full_name
 
 _DEFAULT_BATCHED_TOKENS = {"cuda": 8192, "cpu": 2048}
@@ -229,4 +230,5 @@ def _scheduler(options: EngineOptions, hardware: Hardware, max_model_len: int) -
         policy=options.scheduling_policy,
         prefix_caching=options.enable_prefix_caching,
         async_scheduling=options.async_scheduling,
+        speculative=read_speculative(options.speculative_config),
     )

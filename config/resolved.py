@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from .device_table import DeviceTable
 from .key_factors import outside_key
 from .levels import CudagraphMode
+from .speculative import SpeculativeConfig
 
 _EACH_START = "decided and applied anew at every start"
 
@@ -143,6 +144,9 @@ class SchedulerConfig:
     policy: str = field(metadata=outside_key(_EACH_START))
     prefix_caching: bool = field(metadata=outside_key("blocks are looked up before a step"))
     async_scheduling: bool = field(metadata=outside_key(_EACH_START))
+    speculative: SpeculativeConfig | None = field(
+        default=None, metadata=outside_key("a draft is a row of one token, as a decode is")
+    )
 
 
 @dataclass(frozen=True)

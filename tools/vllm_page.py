@@ -71,7 +71,7 @@ Flags may have underscores, `-tp`, `-pp`, `-dp`, `-ep` and `-q` are understood, 
 | vLLM has | here | instead |
 |---|---|---|
 | LoRA adapters | no | merge the adapter into the weights |
-| speculative decoding, MTP, EAGLE | no | |
+| draft models, MTP, EAGLE | no | `speculative_config={"method": "ngram", …}`: [drafts](scheduling.md#drafts) from the sequence itself |
 | images, audio, video | no; a multimodal model is served as its text decoder | |
 | embeddings, scores, rewards, classification | no | another server |
 | GPTQ, AWQ, bitsandbytes, MXFP4, NVFP4, int8 | no | `--quantization fp8` of the 16-bit checkpoint, or a checkpoint in FP8; a script can [admit a format](quantization.md#a-format-of-your-own) |

@@ -37,6 +37,7 @@ ENGINE = table(
     same("kv_cache_dtype", "auto, fp8, fp8_e4m3"),
     same("load_format", "auto, safetensors, dummy"),
     same("hf_overrides", "a dict or its JSON, no function"),
+    same("speculative_config", "method ngram"),
     same("generation_config", "none is vLLM's 'vllm', which is understood too"),
     same("model_impl", "auto, adapter (or vllm), transformers"),
     same("attention_backend", "auto, cuda, triton, native: the kernels have other names"),
@@ -100,8 +101,10 @@ ENGINE = table(
     refused(
         "use attention_backend and kernels", "attention_config kernel_config moe_backend", ("auto",)
     ),
-    refused("there is no speculative decoding yet; leave it out", "speculative_config"),
-    refused("there is no speculative decoding yet", "speculative_model num_speculative_tokens"),
+    refused(
+        "say it in speculative_config={'method': 'ngram', 'num_speculative_tokens': 4}",
+        "speculative_model num_speculative_tokens",
+    ),
     refused("reasoning stays in the text", "reasoning_parser reasoning_parser_plugin"),
     refused(PROCESSORS, "logits_processors logits_processor_pattern"),
     refused(

@@ -10,6 +10,8 @@ from ..messages.step import NO_TARGET, Batch, BlockTableUpdate, Ints, NewSequenc
 from .masks import permitted
 from .request import Request
 
+NO_DRAFT = -1
+
 
 class ScheduledRequest(Struct):
     """The part of one request that one step computes.
@@ -17,7 +19,8 @@ class ScheduledRequest(Struct):
     Positions ``start`` to ``start + num_tokens`` of the request are the query tokens.
     ``num_sampled`` is 1 if a token is sampled after the last of them, and 0 where more of the
     request's tokens follow.  ``target`` is then the next token of the prompt, if its log
-    probability is asked for.
+    probability is asked for.  ``draft`` is the guessed token at ``start`` of a row behind others of
+    its request, whose samples show whether it is right.
     """
 
     request: Request
@@ -25,6 +28,16 @@ class ScheduledRequest(Struct):
     num_tokens: int
     num_sampled: int
     target: int = NO_TARGET
+    draft: int = NO_DRAFT
+
+
+class Drafted(Struct):
+    """The ``num_drafts`` drafts of a request that a step tries, behind ``num_known`` tokens that
+    are known."""
+
+    request: Request
+    num_known: int
+    num_drafts: int
 
 
 class ScheduledStep(Struct):
@@ -32,6 +45,7 @@ class ScheduledStep(Struct):
 
     scheduled: list[ScheduledRequest]
     batch: Batch
+    drafted: list[Drafted] = []
     launched_at: float = 0.0
     """Time of the launch, by ``time.perf_counter()``."""
     read_bytes: float = 0.0
@@ -53,6 +67,9 @@ def make_batch(scheduled: list[ScheduledRequest]) -> Batch:
         known = request.num_known_tokens - start
         if known > 0:
             known_ids += request.tokens(start, start + num_tokens)
+        elif entry.draft != NO_DRAFT:
+            known = 1
+            known_ids.append(entry.draft)
         rows += (request.slot, start, num_tokens, entry.num_sampled, known)
         total += num_tokens
         if num_tokens != query_len:
@@ -116,9 +133,11 @@ def _inputs(
 def _block_table_update(changed: list[tuple[int, Request]], group: int) -> BlockTableUpdate:
     if not changed:
         return _UNCHANGED
+    starts = [request.blocks.sent[group] for _, request in changed]
     gained = [request.blocks.take_unsent(group) for _, request in changed]
     return BlockTableUpdate(
         rows=_ints([row for row, _ in changed]),
+        starts=_ints(starts),
         counts=_ints([len(blocks) for blocks in gained]),
         block_ids=_ints([block for blocks in gained for block in blocks]),
     )
@@ -130,7 +149,7 @@ def _ints(values: list[int]) -> Ints:
 
 _NONE = _ints([])
 _NO_PAIRS = _NONE.reshape(0, 2)
-_UNCHANGED = BlockTableUpdate(_NONE, _NONE, _NONE)
+_UNCHANGED = BlockTableUpdate(_NONE, _NONE, _NONE, _NONE)
 
 
 def _new_sequence(request: Request) -> NewSequence:

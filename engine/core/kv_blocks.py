@@ -41,6 +41,17 @@ class SequenceBlocks:
         self.num_sent += len(gained)
         return gained
 
+    def cut(self, group: int, count: int) -> list[int]:
+        """Shorten a table to ``count`` entries; returns the blocks that were behind."""
+        table = self.tables[group]
+        behind = table[count:]
+        del table[count:]
+        self.num_entries -= len(behind)
+        unsent = max(0, self.sent[group] - count)
+        self.sent[group] -= unsent
+        self.num_sent -= unsent
+        return behind
+
     def held(self) -> list[int]:
         """The blocks that the sequence holds, those of its beginning first."""
         tables, freed = self.tables, self.num_freed
@@ -133,6 +144,14 @@ class BlockPool:
                 blocks.num_entries += count
         rooms = [len(tables[group]) for group in self._paged]
         blocks.num_slots = min(rooms) * self.block_size if rooms else 1 << 60
+
+    def shorten(self, blocks: SequenceBlocks, num_tokens: int) -> None:
+        """Give up the blocks that a sequence of ``num_tokens`` tokens has no use for yet."""
+        for number, group in enumerate(self.groups):
+            count = group.num_blocks(num_tokens, self.block_size)
+            if len(blocks.tables[number]) > count:
+                self.free(blocks.cut(number, count))
+        self.extend(blocks, [0] * len(self.groups))
 
     def free_behind(self, blocks: SequenceBlocks, position: int) -> None:
         """Give up the blocks that no query at ``position`` or later reads."""

@@ -19,6 +19,7 @@ from ..messages.step import PendingStep, Runner
 from ..messages.step_reads import StepReads
 from .batch import ScheduledStep
 from .chunks import StepLimits
+from .drafters import make_drafts
 from .kv_blocks import BlockPool
 from .preparing import Preparing
 from .request import Request
@@ -215,6 +216,7 @@ class EngineCore:
             prefix_caching=scheduler.prefix_caching,
             num_prefix_tokens=scheduler.num_prefix_tokens,
             num_prefix_hits=scheduler.num_prefix_hits,
+            drafts=scheduler.drafts.stats() if scheduler.drafts else None,
             phase_s=dict(self._clock.phase_s),
             idle_s=self._clock.idle_s,
             busy_s=dict(self._clock.busy_s),
@@ -297,11 +299,13 @@ def make_core(
         asked.long_prefill_token_threshold,
         asked.max_num_mixed_tokens,
     )
+    pool = BlockPool(num_blocks, config.cache.block_size, groups)
     scheduler = Scheduler(
-        BlockPool(num_blocks, config.cache.block_size, groups),
+        pool,
         limits,
         prefix_caching=asked.prefix_caching,
         heed_priority=asked.policy == "priority",
+        drafts=make_drafts(asked.speculative, pool, vocab_size),
     )
     return EngineCore(
         scheduler,

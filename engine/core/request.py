@@ -91,6 +91,10 @@ class Request:
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_in_flight: int = 0
+    num_drafts: int = 0
+    """Drafts that the step in flight tries; none of them counts as a token in flight."""
+    why_no_drafts: str | None = None
+    """Why it never has drafts, or ""; None: see ``drafts.why_none``."""
     status: RequestStatus = RequestStatus.WAITING
     stop_id: int | None = None
     """The stop id that ended the request; None for end-of-sequence."""
@@ -126,10 +130,10 @@ class Request:
 
     @property
     def waits(self) -> bool:
-        """Whether its next token cannot be sampled yet: the last is not known, or its mask is not
-        made."""
-        if not self.needs_last_token:
-            return False
+        """Whether its next token cannot be sampled yet: how many of its drafts are right or the
+        last token is not known, or its mask is not made."""
+        if self.num_drafts or not self.needs_last_token:
+            return self.num_drafts > 0
         return self.num_in_flight > 0 or not (self.matcher is None or self.matcher.is_ready)
 
     @property
@@ -145,6 +149,11 @@ class Request:
         """Ids that end the request; a sampler must not choose them before ``min_tokens``."""
         eos = frozenset() if self.sampling_params.ignore_eos else self.eos_token_ids
         return eos.union(self.sampling_params.stop_ids)
+
+    def accepts(self, position: int, draft: int) -> bool:
+        """Whether the last known token is ``draft``, at ``position``."""
+        output = self.output_token_ids
+        return self.num_known_tokens == position + 1 and bool(output) and output[-1] == draft
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Known token ids at positions ``start`` to ``end``; fewer when the last is in flight."""

@@ -14,8 +14,9 @@ from msgspec import structs
 from ...config import UserError
 from ..messages.requests import NewTokens, RequestLimits, StepOutputs
 from ..messages.step import StepResult
-from .batch import ScheduledRequest, ScheduledStep, make_batch
+from .batch import NO_DRAFT, Drafted, ScheduledRequest, ScheduledStep, make_batch
 from .chunks import StepLimits
+from .drafts import Drafts
 from .kv_blocks import BlockPool, SequenceBlocks
 from .prefix_cache import cache_full_blocks, find_prefix
 from .request import Request, RequestStatus
@@ -36,6 +37,7 @@ class Scheduler:
         prefix_caching: start behind the longest prefix whose blocks are still cached; never where
             a block holds the state of a whole sequence.
         heed_priority: order by priority before anything else.
+        drafts: guesses tokens ahead; None: nobody does.
     """
 
     def __init__(
@@ -45,8 +47,9 @@ class Scheduler:
         *,
         prefix_caching: bool = False,
         heed_priority: bool = False,
+        drafts: Drafts | None = None,
     ) -> None:
-        self.pool, self.step_limits = pool, step_limits
+        self.pool, self.step_limits, self.drafts = pool, step_limits, drafts
         self.prefix_caching = prefix_caching and not pool.has_states
         self.heed_priority = heed_priority
         self.limits = RequestLimits(
@@ -108,6 +111,8 @@ class Scheduler:
             self.waiting.remove(request)
         self.waiting.close(request)
         request.status = status
+        if self.drafts is not None:
+            self.drafts.forget(request)
         if request.matcher is not None:
             request.matcher.close()
         if status is not RequestStatus.FINISHED_ABORTED:
@@ -134,6 +139,9 @@ class Scheduler:
         preempted_before = self.num_preemptions
         self._free_rows = self.step_limits.max_num_seqs - len(self.running)
         self._has_part = False
+        drafts = self.drafts
+        if drafts is not None:
+            drafts.begin(len(self.running), self.limits.longest_chunk - 1)
         order = in_order(self.running, self.waiting, self.heed_priority)
         for request in order:
             if budget == 0:
@@ -151,6 +159,8 @@ class Scheduler:
                 self._has_part |= end < num_tokens
                 if end == start:
                     continue
+            elif drafts is not None and drafts.holds(request):
+                continue
             if end > request.blocks.num_slots and not self._make_room(request, end, order):
                 continue
             entry = self._take(request, end, num_tokens)
@@ -167,14 +177,19 @@ class Scheduler:
             self._has_part |= end < num_tokens
             entry = self._take(admitted, end, num_tokens)
             room -= entry.num_tokens
+            budget -= entry.num_tokens
             self._free_rows -= add_rows(entry, decodes, prefills)
         for request in self._set_aside:
             self.waiting.put(request)
         self._set_aside.clear()
         if not decodes and not prefills:
             return None
+        drafted: list[Drafted] = []
+        if drafts is not None and decodes:
+            margin = len(self.running) * len(self.pool.groups)
+            drafted = drafts.add(decodes, min(budget, self._free_rows), self.pool, margin)
         scheduled = decodes + prefills
-        return ScheduledStep(scheduled, make_batch(scheduled))
+        return ScheduledStep(scheduled, make_batch(scheduled), drafted)
 
     def cache_blocks(self) -> None:
         """Let others find the blocks that a scheduled step fills.  Call it behind the launch; where
@@ -204,7 +219,12 @@ class Scheduler:
             if not entry.num_sampled:
                 continue
             request = entry.request
-            request.num_in_flight -= 1
+            if entry.draft == NO_DRAFT:
+                request.num_in_flight, request.num_drafts = request.num_in_flight - 1, 0
+            elif request.accepts(entry.start, entry.draft):
+                request.num_computed_tokens += request.status is RequestStatus.RUNNING
+            else:
+                continue
             if request.is_finished:
                 continue
             if token_id < 0:
@@ -218,6 +238,8 @@ class Scheduler:
             status = request.status_after_last_token()
             if status is not request.status:
                 self.finish(request, status)
+        if self.drafts is not None:
+            self.drafts.settle(step.drafted)
         if len(rows) == len(token_ids):
             return NewTokens(request_ids, result.token_ids, result.logprobs)
         logprobs = result.logprobs.of(rows) if result.logprobs else None
@@ -226,7 +248,11 @@ class Scheduler:
     def drop(self, step: ScheduledStep) -> None:
         """Forget a step: none of its tokens will come."""
         for entry in step.scheduled:
-            entry.request.num_in_flight -= entry.num_sampled
+            if entry.draft == NO_DRAFT:
+                entry.request.num_in_flight -= entry.num_sampled
+                entry.request.num_drafts = 0
+        if self.drafts is not None:
+            self.drafts.drop(step.drafted)
 
     def fail(self, step: ScheduledStep, error: str) -> None:
         """Finish the requests of a step that failed; call it when no step is in flight.
@@ -288,6 +314,8 @@ class Scheduler:
         pool, blocks = self.pool, request.blocks
         pool.free_behind(blocks, request.num_computed_tokens)
         missing = pool.num_missing(blocks, end, request.num_tokens)
+        if self.drafts is not None and sum(missing) > pool.num_free:
+            self.drafts.take_back(self.running.values(), pool)
         while sum(missing) > pool.num_free:
             victim = last_running(order)
             if len(self.running) == 1:

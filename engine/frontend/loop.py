@@ -204,6 +204,7 @@ class EngineLoop:
                 "queried_tokens": stats.num_prefix_tokens,
                 "hit_tokens": stats.num_prefix_hits,
             },
+            "drafts": stats.drafts.report() if stats.drafts else None,
         }
 
     def has_unfinished(self) -> bool:

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from ...config import UserError
 from .cache_group import CacheGroup
+from .draft_stats import DraftStats
 from .sampling_params import SamplingParams
 from .step import Ints, Logprobs
 
@@ -196,6 +197,8 @@ class CoreStats(Struct, frozen=True):
     idle_s: float
     busy_s: dict[str, float]
     read_bytes: dict[str, float]
+    drafts: DraftStats | None = None
+    """None: nobody drafts."""
 
 
 class Core(Protocol):

@@ -35,10 +35,12 @@ class NewSequence(Struct, frozen=True):
 
 
 class BlockTableUpdate(Struct, frozen=True):
-    """The blocks that the block tables of one group gain: ``counts[i]`` blocks at the end of row
-    ``rows[i]``'s table; ``block_ids`` has them one behind the other."""
+    """The blocks that the block tables of one group gain: ``counts[i]`` blocks from entry
+    ``starts[i]`` of row ``rows[i]``'s table on, which may have had others there; ``block_ids`` has
+    them one behind the other."""
 
     rows: Ints
+    starts: Ints
     counts: Ints
     block_ids: Ints
 

@@ -26,31 +26,25 @@ from .sampler import OpTable, Sampled, Sampler
 
 
 class BlockTables:
-    """Every slot's KV block ids of each group on the host, [max_num_seqs, groups, max_blocks];
-    ``filled`` [max_num_seqs, groups] counts them."""
+    """Every slot's KV block ids of each group on the host, [max_num_seqs, groups, max_blocks]."""
 
     def __init__(
         self, groups: Sequence[CacheGroup], block_size: int, max_num_seqs: int, max_blocks: int
     ) -> None:
         shape = (max_num_seqs, len(groups), max_blocks)
         self.rows: npt.NDArray[np.int32] = np.zeros(shape, np.int32)
-        self.filled: npt.NDArray[np.int32] = np.zeros(shape[:2], np.int32)
         self.block_size = block_size
         self._groups = groups
 
     def update(self, batch: Batch) -> None:
-        """Drop what the slots of new requests held, then append the blocks that the batch's rows
-        have gained."""
-        for sequence in batch.new:
-            self.filled[sequence.slot] = 0
+        """Write the blocks that the batch's rows have gained."""
         for group, gained in enumerate(batch.block_tables):
-            start = 0
-            for row, count in zip(gained.rows.tolist(), gained.counts.tolist(), strict=True):
-                slot, end = batch.slots[row], start + count
-                filled = self.filled[slot, group]
-                self.rows[slot, group, filled : filled + count] = gained.block_ids[start:end]
-                self.filled[slot, group] += count
-                start = end
+            taken = 0
+            columns = (gained.rows, gained.starts, gained.counts)
+            for row, start, count in zip(*(each.tolist() for each in columns), strict=True):
+                ids = gained.block_ids[taken : taken + count]
+                self.rows[batch.slots[row], group, start : start + count] = ids
+                taken += count
 
     def write_slots(self, arrays: dict[str, npt.NDArray[Any]], of: Ints, positions: Ints) -> None:
         """Write where each group stores the tokens at ``positions`` of the requests in the slots

@@ -22,7 +22,7 @@ def keep_tokens(last_tokens: Tensor, token_ids: Tensor, slots: Tensor, read: Ten
     Args:
         last_tokens: [max_num_seqs] int32, written.
         token_ids: [num_seqs] int32, as sampled.
-        slots: [num_seqs] int32, distinct, none negative.
+        slots: [num_seqs] int32, none negative; of several rows of a slot any one is kept there.
         read: [num_seqs] int32, written: what the host reads, its own memory or not.
     """
     last_tokens[slots] = token_ids.clamp(min=0)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,7 @@ TOKENIZER = Tokenizer(Path(abacus.__file__).parent)
 VOCAB_SIZE = 272
 MOST_LOGPROBS = 3
 EOS = 257
-# What the model may say: letters, a space, the bytes of "é" (also apart, so that text breaks) and
-# end-of-sequence.  Token ids of the tokenizer are byte values.
+# What the model may say, some in parts of a character.  Token ids are byte values.
 ALPHABET = [*b"aaabbbccd  ", 0xC3, 0xA9, EOS]
 
 
@@ -74,11 +74,12 @@ class _Row:
     tables: list[list[int]]
     num_tokens: int | None = None
     """Computed so far; None before its first step."""
+    num_drafts: int = 0  # guesses among these
 
 
 @dataclass
 class _Entry:
-    """All that the device knows of one scheduled request: copies, as a real runner makes."""
+    """All that the device knows of one row: copies, as a real runner makes."""
 
     slot: int
     tables: list[list[int]]
@@ -129,9 +130,10 @@ class ToyRunner:
             self.rows[sequence.slot] = _Row(sequence.sampling_params, [[] for _ in self.windows])
         for group, gained in enumerate(batch.block_tables):
             block_ids = gained.block_ids.tolist()
-            for row, count in zip(gained.rows.tolist(), gained.counts.tolist(), strict=True):
-                self.rows[int(batch.slots[row])].tables[group] += block_ids[:count]
-                del block_ids[:count]
+            for row, start, count in zip(gained.rows, gained.starts, gained.counts, strict=True):
+                table = self.rows[int(batch.slots[row])].tables[group]
+                assert start <= len(table), "an entry without those before it"
+                table[start:], block_ids = block_ids[:count], block_ids[count:]
             assert not block_ids
         step = ToyStep(self, self._entries(batch))
         self.queue.append(step)
@@ -166,7 +168,8 @@ class ToyRunner:
             logprobs.append(logprobs_of(seen, MOST_LOGPROBS))
             token_ids.append(next_token(seen, entry.seed) if entry.num_sampled else -1)
             if entry.num_sampled:
-                self.last_tokens[entry.slot] = token_ids[-1]
+                is_one = [other.slot for other in step.entries].count(entry.slot) == 1
+                self.last_tokens[entry.slot] = token_ids[-1] if is_one else None
         chosen, ranks, top, top_ids = zip(*logprobs, strict=True)
         step.output = StepResult(
             np.array(token_ids, np.int32),
@@ -200,15 +203,13 @@ class ToyRunner:
 
     def _check(self, batch: Batch) -> None:
         counts = batch.query_lens.tolist()
-        assert counts and min(counts) >= 1
+        assert counts and min(counts) >= 1 and len(counts) <= self.max_num_seqs
         assert sum(counts) <= self.max_num_batched_tokens
-        assert len(counts) <= self.max_num_seqs
-        longer = [count > 1 for count in counts]
-        assert longer == sorted(longer), "decodes come first"
+        assert all(count > 1 for count in counts[counts.count(1) :]), "decodes come first"
         assert batch.query_len == (counts[0] if len({*counts}) == 1 else 0)
         assert batch.num_tokens == sum(counts) == len(batch.feed_slots)
         slots = batch.slots.tolist()
-        assert len(set(slots)) == len(slots)
+        assert len([*groupby(slots)]) == len({*slots}), "rows of a slot follow each other"
         assert set(slots) <= set(range(self.max_num_seqs))
         assert {sequence.slot for sequence in batch.new} <= {*slots}
 
@@ -222,8 +223,12 @@ class ToyRunner:
                 assert start % self.block_size == 0 and (shared == 0 or self.shares), (
                     "a request that is new in its slot starts at 0 or behind shared blocks"
                 )
+            elif entries and entries[-1].slot == slot:
+                assert start == row.num_tokens and count == num_sampled == 1, "a draft"
+                row.num_drafts += 1
             else:
-                assert start == row.num_tokens, "a step computes what comes next"
+                assert 0 <= row.num_tokens - start <= row.num_drafts, "it computes what comes next"
+                row.num_drafts = 0
             row.num_tokens = start + count
             assert all(len(table) * self.block_size >= row.num_tokens for table in row.tables)
             entries.append(
@@ -373,14 +378,14 @@ def check_invariants(scheduler: Scheduler) -> None:
     assert len(set(slots)) == len(slots) <= scheduler.step_limits.max_num_seqs
     if not scheduler.heed_priority:
         for call in {request.call for request in running + waiting}:  # "": asked for alone
-            arrivals = [request.arrival for request in running + waiting if request.call == call]
+            arrivals = [each.arrival for each in running + waiting if each.call == call]
             assert arrivals == sorted(arrivals), "first come, first served"
     for call in scheduler.waiting._calls.values():
-        of_call = [request for request in running if request.call == call.name]
-        assert call.num_running == len(of_call) and (call.num_running or call.num_waiting)
+        assert call.num_running == sum(request.call == call.name for request in running)
+        assert call.num_running or call.num_waiting
     for request in running:
-        assert 0 <= request.num_in_flight <= 1
-        assert request.num_tokens <= request.max_total_tokens
+        assert bool(request.num_drafts) <= request.num_in_flight <= 1
+        assert request.num_tokens + request.num_drafts <= request.max_total_tokens
         tables = zip(pool.groups, request.blocks.tables, request.blocks.num_freed, strict=True)
         for group, table, freed in tables:
             computed = request.num_computed_tokens, pool.block_size
@@ -389,8 +394,7 @@ def check_invariants(scheduler: Scheduler) -> None:
         full = min(request.num_computed_tokens, request.num_known_tokens) // pool.block_size
         assert request.num_cached_blocks == (full if scheduler.prefix_caching else 0)
     if not scheduler.step_limits.long_prefill_token_threshold:
-        for request in running[:-1]:
-            left = request.num_tokens - request.num_computed_tokens
-            assert left <= 1, "only the last prefills"
+        lefts = [request.num_tokens - request.num_computed_tokens for request in running]
+        assert all(left <= 1 for left in lefts[:-1]), "only the last prefills"
     for request in waiting:
         assert request.slot == -1 and not request.blocks.tables and not request.num_cached_blocks

@@ -1,0 +1,38 @@
+"""Makes the drafter that ``speculative_config`` names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...config import UserError
+from ...config.speculative import SpeculativeConfig
+from .drafts import Drafter, Drafts
+from .kv_blocks import BlockPool
+from .ngram import NgramDrafter
+
+_DRAFTERS: dict[str, Callable[[SpeculativeConfig], Drafter]] = {
+    "ngram": lambda config: NgramDrafter(config.prompt_lookup_max, config.prompt_lookup_min),
+}
+"""Method -> its drafter; ``config.speculative.METHODS`` has the same names."""
+
+
+def make_drafts(
+    config: SpeculativeConfig | None, pool: BlockPool, vocab_size: int
+) -> Drafts | None:
+    """The drafts of a scheduler; None if nobody is asked for any.
+
+    Args:
+        vocab_size: columns of the logits.
+
+    Raises:
+        UserError: a layer keeps a state that cannot go back to before a draft.
+    """
+    if config is None:
+        return None
+    if pool.has_states:
+        raise UserError(
+            f"speculative_config: method={config.method!r}: the model has layers that keep a state "
+            "of the whole sequence, which cannot go back to before a wrong draft; leave it out"
+        )
+    drafter = _DRAFTERS[config.method](config)
+    return Drafts(drafter, config.num_speculative_tokens, vocab_size=vocab_size)

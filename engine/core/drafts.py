@@ -1,0 +1,284 @@
+"""``Drafts`` guesses tokens ahead, so that one step brings several tokens of a request.
+
+A decode with k drafts is k + 1 rows of one token each, which share a slot and read the keys that
+the same step stores.  Row i has draft i as its input, and samples what follows it with the
+request's own parameters, seed and position.  A draft is right if the row before sampled it; a row
+behind a wrong one is dropped.  So outputs are those without drafts, greedy or sampled.
+
+A request with drafts is scheduled again when its tokens are known.  All of these are in one step:
+while a step with drafts is in flight, the next one has only requests that have none.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from ..messages.draft_stats import DraftStats
+from .batch import Drafted, ScheduledRequest
+from .kv_blocks import BlockPool
+from .request import Request
+
+_log = logging.getLogger(__name__)
+
+
+class Drafter(Protocol):
+    """Guesses tokens.  Whatever it raises switches it off; no request ends for that."""
+
+    method: str
+    """Its name, as in ``speculative_config``."""
+
+    def wants(self, request: Request) -> bool:
+        """Whether it will have drafts for the request when its token in flight is known.  If not,
+        the request does not wait for that."""
+
+    def propose(self, requests: Sequence[Request], most: int) -> Sequence[Sequence[int]]:
+        """Up to ``most`` drafts for each request, whose tokens are all known; they follow its last
+        token.  Fewer of them may be tried."""
+
+    def settle(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """Of ``num_drafts`` drafts that were tried, the first ``num_accepted`` were right; the
+        request has these tokens and one more by now, or has ended."""
+
+    def forget(self, request: Request) -> None:
+        """The request has ended; it may be one that it was never asked about."""
+
+
+class DraftPolicy(Protocol):
+    """Chooses how many tokens are drafted."""
+
+    def choose(self, num_running: int) -> int:
+        """Most drafts of a request in the next step, of ``num_running`` requests; 0: none."""
+
+    def settle(self, num_drafts: int, num_accepted: int) -> None:
+        """As of ``Drafter``, of one request in one step."""
+
+
+class Always:
+    """The policy of so many drafts whatever they bring."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+
+    def choose(self, num_running: int) -> int:
+        return self._most
+
+    def settle(self, num_drafts: int, num_accepted: int) -> None:
+        pass
+
+
+NOTHING, NO_ROWS, NO_BLOCKS = "nothing proposed", "no room in the step", "no free KV blocks"
+LAST_TOKEN = "one token to come"
+_REASONS: dict[str, Callable[[Request], bool]] = {
+    "grammar": lambda request: request.matcher is not None,
+    "penalties": lambda request: request.sampling_params.has_penalties,
+}
+"""Why a request never has drafts: what a row may sample then depends on the tokens before it in a
+way that the rows of one step are not told."""
+
+
+def why_none(request: Request) -> str:
+    """Why a request never has drafts, or ""."""
+    if request.why_no_drafts is None:
+        request.why_no_drafts = next(
+            (name for name, holds in _REASONS.items() if holds(request)), ""
+        )
+    return request.why_no_drafts
+
+
+class Drafts:
+    """The drafts of a scheduler's requests.
+
+    Args:
+        drafter: guesses them.
+        most: most drafts of a request in a step.
+        policy: chooses how many; None: always ``most``.
+        vocab_size: columns of the logits; a draft beyond them is an error of the drafter.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        most: int,
+        policy: DraftPolicy | None = None,
+        vocab_size: int = 1 << 31,
+    ) -> None:
+        self._drafter: Drafter | None = drafter
+        self.policy = policy or Always(most)
+        self.most, self._vocab_size, self._method = most, vocab_size, drafter.method
+        self._num_in_flight = 0  # steps with drafts
+        self._most_now = 0
+        self._num_steps = self._num_tokens = 0
+        self._drafted, self._accepted = [0] * most, [0] * most
+        self._without: Counter[str] = Counter()
+        self._error = ""
+
+    def begin(self, num_running: int, limit: int) -> None:
+        """A step of ``num_running`` requests is about to be scheduled, in which one may have up to
+        ``limit`` drafts."""
+        self._most_now = 0
+        if self._drafter is not None:
+            self._most_now = min(self.most, limit, self.policy.choose(num_running))
+
+    def holds(self, request: Request) -> bool:
+        """Whether a decode waits for the step in flight, so that it can have drafts behind it."""
+        is_free = not (request.num_in_flight or self._num_in_flight)
+        if is_free or not self._most_now or self._drafter is None or why_none(request):
+            return False
+        if request.max_total_tokens - request.num_tokens < 2:
+            return False
+        try:
+            return self._drafter.wants(request)
+        except Exception as error:
+            self._switch_off(error)
+            return False
+
+    def add(
+        self, decodes: list[ScheduledRequest], room: int, pool: BlockPool, margin: int
+    ) -> list[Drafted]:
+        """Put rows of drafts behind the decodes of a step that can have some.
+
+        Args:
+            decodes: rows of one token; a row with drafts is followed by theirs.
+            room: rows that the step has left.
+            pool: gives blocks for drafts if it has more than ``margin`` besides; drafts take
+                nobody's place.
+        """
+        if not self._most_now:
+            return []
+        entries = [(row, entry) for row, entry in enumerate(decodes) if self._may_draft(entry)]
+        proposals = self._propose([entry.request for _, entry in entries])
+        wanting = sum(1 for proposal in proposals if proposal)
+        drafted = []
+        for (row, entry), proposal in zip(reversed(entries), reversed(proposals), strict=True):
+            if not proposal:
+                self._without[NOTHING] += 1
+                continue
+            # Everyone gets as many as the rows allow.
+            count = min(len(proposal), -(-room // wanting))
+            wanting -= 1
+            if count == 0:
+                self._without[NO_ROWS] += 1
+                continue
+            count = _with_blocks(entry, count, pool, margin)
+            if count == 0:
+                self._without[NO_BLOCKS] += 1
+                continue
+            room -= count
+            request, behind = entry.request, entry.start + 1
+            decodes[row + 1 : row + 1] = [
+                ScheduledRequest(request, behind + i, 1, 1, draft=proposal[i]) for i in range(count)
+            ]
+            request.num_drafts = count
+            drafted.append(Drafted(request, behind, count))
+        self._num_in_flight += bool(drafted)
+        return drafted
+
+    def _may_draft(self, entry: ScheduledRequest) -> bool:
+        request = entry.request
+        if not entry.num_sampled or request.num_known_tokens != entry.start + 1:
+            return False
+        why = why_none(request)
+        if not why and request.max_total_tokens - request.num_tokens < 1:
+            why = LAST_TOKEN
+        if why:
+            self._without[why] += 1
+        return not why
+
+    def _propose(self, requests: list[Request]) -> list[list[int]]:
+        """Drafts for each request, no more than can be of use to it."""
+        none: list[list[int]] = [[] for _ in requests]
+        if self._drafter is None or not requests:
+            return none
+        try:
+            proposals = [[*each] for each in self._drafter.propose(requests, self._most_now)]
+            if len(proposals) != len(requests):
+                raise ValueError(f"{len(proposals)} proposals for {len(requests)} requests")
+            for drafts in proposals:
+                if drafts and not 0 <= min(drafts) <= max(drafts) < self._vocab_size:
+                    raise ValueError(
+                        f"drafts {drafts}: expected tokens of 0..{self._vocab_size - 1}"
+                    )
+        except Exception as error:
+            self._switch_off(error)
+            return none
+        # A row behind the last draft samples one more token.
+        lefts = (each.max_total_tokens - each.num_tokens for each in requests)
+        return [
+            drafts[: min(self._most_now, left)]
+            for drafts, left in zip(proposals, lefts, strict=True)
+        ]
+
+    def settle(self, drafted: list[Drafted]) -> None:
+        """The tokens of a step are known, and applied to its requests."""
+        self._num_in_flight -= bool(drafted)
+        for each in drafted:
+            request, count = each.request, each.num_drafts
+            gained = request.num_known_tokens - each.num_known
+            if gained == 0:
+                continue  # it had ended before
+            accepted = min(gained - 1, count)
+            self._num_steps += 1
+            self._num_tokens += gained
+            for position in range(count):
+                self._drafted[position] += 1
+                self._accepted[position] += position < accepted
+            self.policy.settle(count, accepted)
+            if self._drafter is not None:
+                try:
+                    self._drafter.settle(request, count, accepted)
+                except Exception as error:
+                    self._switch_off(error)
+
+    def drop(self, drafted: list[Drafted]) -> None:
+        """The tokens of a step will not come."""
+        self._num_in_flight -= bool(drafted)
+
+    def take_back(self, running: Iterable[Request], pool: BlockPool) -> None:
+        """Free the blocks that running requests have for drafts, but for those in flight."""
+        for request in running:
+            if not request.num_drafts:
+                pool.shorten(request.blocks, max(request.num_tokens, request.num_computed_tokens))
+
+    def forget(self, request: Request) -> None:
+        """The request has ended."""
+        if self._drafter is not None:
+            try:
+                self._drafter.forget(request)
+            except Exception as error:
+                self._switch_off(error)
+
+    def _switch_off(self, error: Exception) -> None:
+        """No request has drafts any more."""
+        self._drafter, self._most_now = None, 0
+        self._error = f"{type(error).__name__}: {error}"
+        _log.error(
+            "the drafter %s has failed and is switched off; requests go on without drafts: %s",
+            self._method,
+            self._error,
+        )
+
+    def stats(self) -> DraftStats:
+        return DraftStats(
+            method=self._method,
+            most=self.most,
+            num_steps=self._num_steps,
+            num_tokens=self._num_tokens,
+            drafted=[*self._drafted],
+            accepted=[*self._accepted],
+            without=dict(self._without),
+            error=self._error,
+        )
+
+
+def _with_blocks(entry: ScheduledRequest, count: int, pool: BlockPool, margin: int) -> int:
+    """How many of ``count`` drafts have room in the KV cache; the request has the blocks then."""
+    blocks, first = entry.request.blocks, entry.start + 1
+    if first + count > blocks.num_slots:
+        missing = pool.num_missing(blocks, first + count, first + count)
+        if sum(missing) + margin > pool.num_free:
+            return max(0, min(count, blocks.num_slots - first))
+        pool.extend(blocks, missing)
+    return count

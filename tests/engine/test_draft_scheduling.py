@@ -1,0 +1,271 @@
+"""The core with drafts over a toy model, by the thousand steps: every request gets its own answer,
+whatever is drafted, accepted, aborted or preempted, and no block is lost.
+
+The toy's next token depends on all tokens that it reads, so keys of a rejected draft that are read,
+or a draft that is wrongly taken, change the answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from fusewright.engine.core.batch import ScheduledStep
+from fusewright.engine.core.drafts import Drafts
+from fusewright.engine.core.ngram import NgramDrafter
+from fusewright.engine.core.request import Request
+from fusewright.engine.core.scheduler import Scheduler
+from fusewright.engine.messages.sampling_params import SamplingParams
+
+from .test_engine_random import Client, play, setups
+from .toy import ALPHABET, Setup, in_windows, next_token
+
+
+@dataclass
+class Guesser:
+    """Drafts what the toy model will say, each token with a probability.
+
+    Attributes:
+        rate: the probability of a right draft.
+        asked: drafts that were proposed to each request, for what it is told later.
+    """
+
+    rate: float
+    windows: tuple[int, ...] = (0,)
+    rng: random.Random = field(default_factory=lambda: random.Random(7))
+    method: str = "guess"
+    told: list[tuple[int, int]] = field(default_factory=list)
+    open: set[str] = field(default_factory=set)
+
+    def wants(self, request: Request) -> bool:
+        self.open.add(request.request_id)
+        return self.rng.random() < 0.7
+
+    def propose(self, requests: Sequence[Request], most: int) -> list[list[int]]:
+        proposals = []
+        for request in requests:
+            assert not request.is_finished and request.num_known_tokens == request.num_tokens - 1
+            self.open.add(request.request_id)
+            tokens, drafts = request.tokens(0, request.num_known_tokens), []
+            for _ in range(self.rng.randint(0, most)):
+                seen = in_windows(tokens, self.windows)
+                right = next_token(seen, request.sampling_params.seed)
+                drafts.append(right if self.rng.random() < self.rate else self.rng.choice(ALPHABET))
+                tokens.append(drafts[-1])
+            proposals.append(drafts)
+        return proposals
+
+    def settle(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        assert 0 <= num_accepted <= num_drafts > 0
+        self.told.append((num_drafts, num_accepted))
+
+    def forget(self, request: Request) -> None:
+        self.open.discard(request.request_id)
+
+
+@dataclass(frozen=True)
+class DraftSetup(Setup):
+    """A toy engine whose requests have drafts."""
+
+    rate: float = 0.7
+    most: int = 4
+
+    def scheduler(self) -> Scheduler:
+        scheduler = super().scheduler()
+        scheduler.drafts = Drafts(Guesser(self.rate, self.windows), self.most)
+        return scheduler
+
+
+def drafts_of(client: Client) -> Drafts:
+    drafts = client.engine.core.scheduler.drafts  # type: ignore[attr-defined]
+    assert isinstance(drafts, Drafts)
+    return drafts
+
+
+def check_counts(client: Client) -> None:
+    """What is counted is what the drafter was told."""
+    drafts = drafts_of(client)
+    stats, guesser = drafts.stats(), drafts._drafter
+    assert isinstance(guesser, Guesser) and not stats.error and not guesser.open
+    assert stats.num_steps == len(guesser.told)
+    assert stats.num_drafted == sum(num for num, _ in guesser.told)
+    assert stats.num_accepted == sum(right for _, right in guesser.told)
+    assert stats.drafted == [sum(num > i for num, _ in guesser.told) for i in range(stats.most)]
+    assert stats.accepted == [sum(hit > i for _, hit in guesser.told) for i in range(stats.most)]
+    assert drafts._num_in_flight == 0
+
+
+def drafting(setup: Setup, rate: float, most: int) -> DraftSetup:
+    return DraftSetup(**setup.__dict__, rate=rate, most=most)
+
+
+def test_every_request_gets_its_solo_answer(fw_cases: int) -> None:
+    setup = st.builds(drafting, setups, st.sampled_from([0.0, 0.5, 0.9, 1.0]), st.integers(1, 6))
+
+    @settings(max_examples=40 * fw_cases, deadline=None)
+    @given(setup, st.integers(0, 2**32), st.sampled_from([0.1, 0.5, 1.0]))
+    def plays(setup: DraftSetup, seed: int, busy: float) -> None:
+        check_counts(play(setup, random.Random(seed), num_steps=40, busy=busy))
+
+    plays()
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_hundreds_of_steps_under_constant_preemption(
+    async_scheduling: bool, prefix_caching: bool, fw_cases: int
+) -> None:
+    setup = DraftSetup(
+        num_blocks=24,
+        block_size=2,
+        max_num_seqs=12,
+        max_num_batched_tokens=24,
+        max_model_len=40,
+        async_scheduling=async_scheduling,
+        prefix_caching=prefix_caching,
+        rate=0.8,
+    )
+    client = play(setup, random.Random(3), num_steps=400 * fw_cases, busy=0.25)
+    check_counts(client)
+    stats = drafts_of(client).stats()
+    assert client.engine.core.scheduler.num_preemptions > 3  # type: ignore[attr-defined]
+    assert min(stats.accepted) > 0 and stats.num_accepted < stats.num_drafted
+    assert stats.without["no free KV blocks"] > 0 and stats.without["no room in the step"] > 0
+
+
+def test_drafts_save_steps() -> None:
+    """With drafts that are all right, a step brings as many tokens as it has rows."""
+    counts = {}
+    for rate in (0.0, 1.0):
+        client = Client(DraftSetup(rate=rate, async_scheduling=False, max_model_len=200))
+        guesser = drafts_of(client)._drafter
+        assert isinstance(guesser, Guesser)
+        guesser.rng.randint = lambda low, high: high  # type: ignore[method-assign]
+        client.add([1, 2, 3], SamplingParams(max_tokens=51, ignore_eos=True))
+        client.drain()
+        counts[rate] = client.num_steps
+    assert counts[1.0] <= 12 < 40 < counts[0.0]
+
+
+def test_requests_without_drafts_keep_a_step_in_flight() -> None:
+    """A request that has none runs in every step beside others, whose drafts share steps."""
+    client = Client(DraftSetup(rate=1.0, max_num_seqs=32, max_num_batched_tokens=64))
+    scheduler = client.engine.core.scheduler  # type: ignore[attr-defined]
+    guesser = drafts_of(client)._drafter
+    assert isinstance(guesser, Guesser)
+    guesser.rng.randint = lambda low, high: high  # type: ignore[method-assign]
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    names = {client.add([i], params) for i in (1, 2, 3)}
+    guesser.wants = lambda request: request.request_id in names  # type: ignore[method-assign]
+    penalized = SamplingParams(max_tokens=40, ignore_eos=True, presence_penalty=1.0)
+    alone = client.add([9], penalized)
+    schedule, steps = scheduler.schedule, list[ScheduledStep]()
+
+    def listen() -> ScheduledStep | None:
+        step = schedule()
+        if step is not None:
+            steps.append(step)
+        return step
+
+    scheduler.schedule = listen
+    while names & {*client.open_ids}:
+        client.step()
+    drafting = [{each.request.request_id for each in step.drafted} for step in steps]
+    assert set(map(frozenset, drafting)) == {frozenset(names), frozenset()}
+    assert drafting.count(names) >= 8
+    running = [{entry.request.request_id for entry in step.scheduled} for step in steps]
+    assert all(alone in ids for ids in running)
+    client.drain()
+
+
+def test_a_drafter_that_fails_is_switched_off(said: list[logging.LogRecord]) -> None:
+    client = Client(DraftSetup(rate=1.0))
+    drafts = drafts_of(client)
+    guesser = drafts._drafter
+    assert isinstance(guesser, Guesser)
+    propose, calls = guesser.propose, []
+
+    def failing(requests: Sequence[Request], most: int) -> list[list[int]]:
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("no drafts today")
+        return propose(requests, most)
+
+    guesser.propose = failing  # type: ignore[method-assign]
+    for i in range(5):
+        client.add([i], SamplingParams(max_tokens=30))
+    client.drain()
+    assert len(calls) == 4 and drafts.stats().error == "RuntimeError: no drafts today"
+    (record,) = [each for each in said if each.levelno >= logging.ERROR]
+    assert "no drafts today" in record.getMessage()
+
+
+@pytest.mark.parametrize("drafts", [[[272]], [[-1]], [[1], [2]], [["a"]]])
+def test_drafts_that_are_no_tokens_switch_the_drafter_off(drafts: list[list[int]]) -> None:
+    client = Client(DraftSetup(rate=1.0))
+    scheduler = client.engine.core.scheduler  # type: ignore[attr-defined]
+    scheduler.drafts = Drafts(Guesser(1.0), 4, vocab_size=272)
+    scheduler.drafts._drafter.propose = lambda requests, most: drafts
+    client.add([1, 2], SamplingParams(max_tokens=8))
+    client.drain()
+    assert "Error" in drafts_of(client).stats().error
+
+
+def sequence(prompt: list[int], output: Sequence[int] = ()) -> Request:
+    request = Request("a", prompt, SamplingParams(max_tokens=100), len(prompt) + 100)
+    request.output_token_ids = [*output]
+    return request
+
+
+@pytest.mark.parametrize(
+    ("tokens", "longest", "shortest", "drafts"),
+    [
+        ([1, 2, 3, 4, 1, 2], 2, 2, [3, 4, 1, 2]),
+        ([1, 2, 3, 4, 1, 2], 5, 1, [3, 4, 1, 2]),
+        ([1, 2, 3, 4, 1, 2], 3, 3, []),
+        ([5, 5, 5], 3, 1, [5, 5, 5, 5]),
+        ([1, 2, 9, 8, 2, 7, 1, 2], 2, 1, [9, 8, 2, 7]),  # the longer of two
+        ([1, 2, 9, 1, 2, 8, 1, 2], 2, 2, [8, 1, 2, 8]),  # the later of two
+        ([1], 2, 1, []),
+        ([1, 2], 2, 1, []),
+    ],
+)
+def test_ngrams(tokens: list[int], longest: int, shortest: int, drafts: list[int]) -> None:
+    drafter = NgramDrafter(longest, shortest)
+    for cut in range(1, len(tokens) + 1):  # however the sequence has come
+        request = sequence(tokens[:cut])
+        drafter.wants(request)
+        request.output_token_ids = tokens[cut:]
+        assert drafter.wants(request) == bool(drafts)
+        assert drafter.propose([request], 4) == [drafts]
+        drafter.forget(request)
+
+
+def test_an_index_costs_as_much_as_a_step_has_new_tokens() -> None:
+    rng = random.Random(1)
+    drafter, request = NgramDrafter(4, 2), sequence([rng.randrange(50) for _ in range(3000)])
+    drafter.propose([request], 4)
+    index = drafter._indices["a"]
+    for _ in range(100):
+        request.output_token_ids.append(rng.randrange(50))
+        (drafts,) = drafter.propose([request], 4)
+        tokens = request.tokens(0, request.num_known_tokens)
+        assert index.tokens == tokens
+        ends = range(2, len(tokens))
+        alike = {at: common_end(tokens[:at], tokens, 4) for at in ends}
+        most = max(alike.values())
+        at = max((at for at in ends if alike[at] == most), default=0) if most >= 2 else 0
+        assert index.place(4) == at
+        assert drafts == (tokens[at : at + 4] if at else []) or at + 4 > len(tokens)
+
+
+def common_end(first: list[int], second: list[int], most: int) -> int:
+    """How many last tokens of two sequences are the same, up to ``most``."""
+    pairs = zip(reversed(first[-most:]), reversed(second[-most:]), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

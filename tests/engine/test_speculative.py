@@ -1,0 +1,148 @@
+"""A model with drafts answers as it does without: tokens, texts, reasons and log probabilities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fusewright import LLM, SamplingParams
+from fusewright.config import UserError
+from fusewright.engine.frontend.outputs import RequestOutput
+
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 1,
+}
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "optimization_level": 0,
+    "dtype": "float32",
+    "max_model_len": 128,
+}
+PROMPTS = ["37+58=", "sort 5 3 9 1=", "a b a b a b a", "12+12=24\n12+12=", "reverse abc abc="]
+
+
+def params(**fields: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 24} | fields)
+
+
+KINDS: dict[str, SamplingParams] = {
+    "greedy": params(),
+    "on and on": params(ignore_eos=True, max_tokens=48),
+    "sampled": params(temperature=1.0, seed=3, ignore_eos=True),
+    "hot": params(temperature=3.0, seed=4, ignore_eos=True, logprobs=2),
+    "without a seed": params(temperature=0.8, ignore_eos=True),
+    "cut": params(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, seed=5, ignore_eos=True),
+    "logprobs": params(ignore_eos=True, logprobs=3),
+    "prompt logprobs": params(prompt_logprobs=2, logprobs=0),
+    "stop text": params(stop=["9", "b a"], ignore_eos=True),
+    "stop text is kept": params(stop=["9 ", "5"], include_stop_str_in_output=True),
+    "stop id": params(stop_token_ids=[ord("9"), ord("b")], ignore_eos=True),
+    "min_tokens": params(min_tokens=20, max_tokens=30),
+    "min_tokens, sampled": params(min_tokens=9, temperature=1.0, seed=6, stop_token_ids=[53]),
+    "one token": params(max_tokens=1),
+    "two tokens": params(max_tokens=2, ignore_eos=True),
+    "repetition": params(repetition_penalty=1.3, ignore_eos=True),
+    "presence": params(presence_penalty=1.5, frequency_penalty=0.5, temperature=0.9, seed=1),
+    "several": params(n=3, temperature=1.0, seed=7, ignore_eos=True),
+    "bias": params(logit_bias={49: 8.0, 50: 6.0}, ignore_eos=True),
+    "bad word": params(bad_words=["9"], ignore_eos=True),
+    "bad words": params(bad_words=["58", "a b", "3 "], ignore_eos=True),
+    "allowed": params(allowed_token_ids=[49, 50, 32], ignore_eos=True, temperature=1.0, seed=2),
+    "grammar": params(grammar='start: /[0-9]( [0-9])*/ ";"', temperature=1.0, seed=9),
+    "no text": params(detokenize=False, ignore_eos=True),
+}
+SETUPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "few blocks": {"num_gpu_blocks_override": 22, "block_size": 8, "max_num_seqs": 16},
+    "chunks": {"max_num_batched_tokens": 16, "max_num_seqs": 16},
+    "one step at a time": {"async_scheduling": False},
+    "no prefixes": {"enable_prefix_caching": False, "block_size": 8},
+    "priorities": {"scheduling_policy": "priority", "max_num_seqs": 8},
+}
+
+
+def facts(outputs: list[RequestOutput]) -> list[Any]:
+    """All that a caller reads, but for log probabilities."""
+    return [
+        [(c.text, c.token_ids, c.finish_reason, c.stop_reason, c.text_offsets) for c in o.outputs]
+        for o in outputs
+    ]
+
+
+def logprobs(outputs: list[RequestOutput]) -> list[float]:
+    """All log probabilities, in order."""
+    steps = [step for o in outputs for step in o.prompt_logprobs or [] if step]
+    steps += [step for o in outputs for c in o.outputs for step in c.logprobs or []]
+    return [entry.logprob for step in steps for entry in step.values()]
+
+
+def generate(llm: LLM, kinds: dict[str, SamplingParams] | None = None) -> list[RequestOutput]:
+    """Every kind of request with every second prompt, all at once."""
+    chosen = list((kinds or KINDS).values())
+    prompts = [PROMPTS[(i + j) % len(PROMPTS)] for i in range(len(chosen)) for j in (0, 2)]
+    each = [kind for kind in chosen for _ in (0, 2)]
+    heed = llm.engine.core.limits.heed_priority  # type: ignore[attr-defined]
+    priority = [i % 3 for i in range(len(each))] if heed else None
+    return llm.generate(prompts, each, use_tqdm=False, priority=priority)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[RequestOutput]:
+    """The answers without drafts."""
+    return generate(LLM("abacus", **OPTIONS))
+
+
+def check(llm: LLM, outputs: list[RequestOutput], expected: list[RequestOutput]) -> dict[str, Any]:
+    """Compare answers, and return what is reported of drafts."""
+    assert facts(outputs) == facts(expected)
+    assert logprobs(outputs) == pytest.approx(logprobs(expected), abs=1e-3)
+    report: dict[str, Any] = llm.report()["drafts"]
+    assert report["accepted"] > 0 and report["drafted"] > report["accepted"]
+    assert report["error"] == ""
+    pool = llm.engine.core.scheduler.pool  # type: ignore[attr-defined]
+    assert pool.num_free == pool.num_blocks, "a block was lost"
+    return report
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
+def test_outputs_are_those_without_drafts(
+    setup: dict[str, Any], expected: list[RequestOutput]
+) -> None:
+    llm = LLM("abacus", **OPTIONS | setup, speculative_config=NGRAM)
+    report = check(llm, generate(llm), expected)
+    assert (llm.report()["num_preemptions"] > 0) == ("num_gpu_blocks_override" in setup)
+    assert report["accepted"] == sum(report["accepted_by_position"])
+    assert 1.0 < report["mean_length"] < 5.0
+    again = generate(llm)  # behind cached prefixes, where there are some
+    sampled = list(KINDS).index("without a seed")  # whose noise depends on the order of arrival
+    same = [i for i in range(len(again)) if i // 2 != sampled]
+    assert facts([again[i] for i in same]) == facts([expected[i] for i in same])
+
+
+def test_no_drafts_are_reported_without_a_drafter() -> None:
+    assert LLM("abacus", **OPTIONS).report()["drafts"] is None
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "expected an object"),
+        ({}, "method=None: expected one of ngram"),
+        ({"method": "magic", "num_speculative_tokens": 2}, "method='magic': expected one of ngram"),
+        ({"method": "ngram"}, "num_speculative_tokens=None: expected how many"),
+        (NGRAM | {"num_speculative_tokens": 0}, r"num_speculative_tokens=0: expected .* \[1, 64\]"),
+        (NGRAM | {"num_speculative_tokens": True}, "num_speculative_tokens=True"),
+        (NGRAM | {"prompt_lookup_min": 4}, "prompt_lookup_min=4: expected prompt_lookup_max=3"),
+        (NGRAM | {"prompt_lookup_max": "2"}, "prompt_lookup_max='2'"),
+        (NGRAM | {"tokens": 4}, "tokens=4: expected one of the fields"),
+    ],
+)
+def test_a_bad_config_is_named_before_anything_is_loaded(config: Any, said: str) -> None:
+    with pytest.raises(UserError, match=f"speculative_config.*{said}"):
+        LLM("/no/such/model", **OPTIONS, speculative_config=config)
