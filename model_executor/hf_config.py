@@ -72,6 +72,7 @@ def read_spec(
     names = checkpoint_names(ARCHITECTURES[name].weights, spec.num_layers, spec.num_experts)
     quant = read_quantization(config, names, spec.num_layers)
     check_blocks(path, spec, quant)
+    spec = replace(spec, notes=(*spec.notes, *quant.notes)) if quant else spec
     if config.values.get("auto_map"):
         note = f"auto_map names custom code, which is never run: {name} is the built-in one"
         spec = replace(spec, notes=(*spec.notes, note))

@@ -47,6 +47,8 @@ class Linear(nn.Module):
     input_scale: Tensor
     weight_zero: Tensor
     weight_row_scale: Tensor
+    x_order: Tensor | None
+    """The order in which the columns of x are multiplied; None: as they are."""
 
     def __init__(
         self,
@@ -71,6 +73,7 @@ class Linear(nn.Module):
         out_features, in_features = self.shape = (sizes[0], sizes[1])
         self.weight_rule = rule
         self.bias = _parameter(out_features) if bias else None
+        self.register_buffer("x_order", None)
         if isinstance(self.quant, StoredFormat):
             stored = self.quant.tensors.items()
             self.rules = {name: stored_rule(rule, tensor, rows) for name, tensor in stored}
@@ -96,6 +99,10 @@ class Linear(nn.Module):
                 self.weight = _parameter(*shape, dtype=dtype)
             else:
                 self.register_buffer(name, torch.empty(shape, dtype=dtype, device="meta"))
+
+    def gather_input(self) -> None:
+        """Have an ``x_order``, [in_features] int64; loading sets it."""
+        self.register_buffer("x_order", torch.arange(self.shape[1]))
 
     def share(self, expert: int | None) -> tuple[Linear, bool]:
         """The layer, and that no other rank has it; a layer of experts has a share for each."""
@@ -125,6 +132,8 @@ class Linear(nn.Module):
         return ops.linear(quantized, self.weight, self.bias, scale, self.weight_scale, x.dtype)
 
     def _matmul_stored(self, x: Tensor, form: StoredFormat) -> Tensor:
+        if self.x_order is not None:
+            x = x.index_select(-1, self.x_order)
         operand, scale, dtype = x, None, None
         if form.x_dtype:
             operand, scale = ops.quant_fp8_dynamic(x, form.x_columns)

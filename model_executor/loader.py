@@ -28,6 +28,7 @@ from .captured.text_decoder import stored_model
 from .checkpoint import TensorInfo, open_checkpoint_file, read_headers
 from .dummy import fill_dummy
 from .experts import ExpertLinear, expert_shares
+from .laid_out import fill_laid_out, laid_out_reads
 from .layers import Embedding, Linear, rules_of
 from .models.decoder import DecoderModel
 from .models.moe import Experts
@@ -35,7 +36,7 @@ from .parallel import TensorParallelRank
 from .quant.layer import Quantizable
 from .quant.quantize import Staging, rescale
 from .quant.scales import find_scales, read_scales
-from .slots import Read, all_slots, elsewhere, plan_reads, stored_buffers
+from .slots import Read, all_slots, elsewhere, names_in, plan_reads, stored_buffers
 from .spec import ModelSpec, stage_of
 
 Model: TypeAlias = DecoderModel | CapturedModel | Skeleton
@@ -201,7 +202,10 @@ def load_weights(
         needed = {name: elsewhere(slot) for name, slot in weights.items()} | needed
         of_scales += [replace(slot, elsewhere=True) for slot in more]
     scales = find_scales(of_scales, found)
-    used = {read.source.name for read in scales}
+    laid, used = laid_out_reads(model, tp, names_in(found, spec), found)
+    for other in others:
+        used |= laid_out_reads(other, tp, names_in(found, other.spec), found)[1]
+    used |= {read.source.name for read in scales}
     reads = plan_reads(needed, {n: info for n, info in found.items() if n not in used}, spec)
     materialize(model, spec.dtype, device)
     scale_shares = dict(expert_shares(model, "weight_scale"))
@@ -222,8 +226,10 @@ def load_weights(
             rescale(part, *scale_pair)
         staging.filled(read.slot.parameter)
 
-    with progress("Loading weights", sum(r.nbytes for r in reads)) as advance:
+    total = sum(r.nbytes for r in reads) + sum(r.nbytes for r in laid)
+    with progress("Loading weights", total) as advance:
         stream(staging, reads, advance, filled)
+        fill_laid_out(laid, advance)
 
 
 def _quantized(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Quantizable]]:

@@ -150,13 +150,17 @@ def _blocks_cut(spec: ModelSpec, world: int) -> str:
     quant = spec.quant
     if world == 1 or quant is None or quant.online:
         return ""
-    local, form = replace(spec, tensor_parallel_size=world), FORMATS[quant.kind]
-    if isinstance(form, StoredFormat):
-        reasons = (local.why_not_stored(linear, form) for linear in spec.quantized_linears)
-        return next(filter(None, reasons), "")
-    if not form.blocks:
-        return ""
-    for linear in spec.quantized_linears:
+    local = replace(spec, tensor_parallel_size=world)
+    for linear, kind in spec.quantized_kinds:
+        form = FORMATS[kind]
+        if linear in quant.gathered and linear.endswith((".o", ".down")):
+            return f"columns of {linear} are sorted by activation (desc_act) across all ranks"
+        if isinstance(form, StoredFormat):
+            if reason := local.why_not_stored(linear, form):
+                return reason
+            continue
+        if not form.blocks:
+            continue
         sizes = [local.in_features(linear.replace("gate_up", "down"))]
         if linear == "attention.qkv":
             sizes = [*local.part_rows(linear)]

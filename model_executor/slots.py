@@ -17,6 +17,7 @@ from ..config.weight_format import STORED_FORMATS, StoredFormat
 from ..ops.core.float8 import E4M3
 from .checkpoint import F8_E4M3, FLOATS, TensorInfo, dtype_names
 from .experts import ExpertLinear, expert_shares
+from .laid_out import layout_of
 from .layers import Linear, rules_of
 from .models import ARCHITECTURES
 from .models.decoder import DecoderModel
@@ -123,7 +124,8 @@ def slots(
         share, is_elsewhere = target.share, False
         if isinstance(module, ExpertLinear) and target.expert not in module.numbers:
             share, is_elsewhere = f"[{module.first}]", True
-        for held in _held(module, params, spec.quant, f"{target.module}.{{}}{share}"):
+        laid = layout_of(spec, module) is not None
+        for held in _held(module, params, spec.quant, f"{target.module}.{{}}{share}", laid=laid):
             tensor = f"{name}.{_suffix(held.suffixes, name, there)}"
             try:
                 slot = _slot(held, target, tp)
@@ -156,8 +158,11 @@ def _held(
     params: Mapping[str, Tensor],
     quant: QuantScheme | None,
     name: str,
+    *,
+    laid: bool,
 ) -> Iterator[_Held]:
-    """The tensors of a module.  ``name`` has ``{}`` for their kind."""
+    """The tensors of a module, but for those of a weight that is ``laid`` out in another way.
+    ``name`` has ``{}`` for their kind."""
     form = getattr(module, "quant", None)
     stored = form.tensors if isinstance(form, StoredFormat) else {}
     for kind, rule in rules_of(module).items():
@@ -165,6 +170,8 @@ def _held(
         if param is None:
             continue
         shape, online = tuple(param.shape), quant is not None and quant.online
+        if kind in stored and laid:
+            continue
         if kind in stored and online:
             if kind == "weight" and isinstance(module, Linear):
                 yield _Held(parameter, (kind,), module.shape, FLOATS, module.weight_rule)

@@ -208,10 +208,12 @@ class ModelSpec:
         return (self.hidden_size,)
 
     @property
-    def quantized_linears(self) -> list[str]:
-        """Those of ``linears`` that are quantized in some layer."""
-        left = self.quant.unquantized if self.quant else ()
-        return [linear for linear in self.linears if not all(linear in names for names in left)]
+    def quantized_kinds(self) -> list[tuple[str, QuantKind]]:
+        """Those of ``linears`` that are quantized in some layer, each with every kind that it has
+        there."""
+        layers = range(self.num_layers)
+        pairs = ((name, self.quant_of(i, name)) for name in self.linears for i in layers)
+        return [(name, kind) for name, kind in dict.fromkeys(pairs) if kind]
 
     @cached_property
     def _captured_linears(self) -> dict[str, LinearFacts]:
@@ -270,7 +272,7 @@ def stage_of(spec: ModelSpec, number: int) -> ModelSpec:
             tuple(layer - first for layer in group.layers if layer in layers)
             for group in spec.cache_groups
         ),
-        quant=replace(quant, unquantized=quant.unquantized[first:end]) if quant else None,
+        quant=quant.of_layers(layers) if quant else None,
         moe=moe,
         has_embedding=first == 0,
         has_head=end == spec.num_layers,
@@ -319,22 +321,17 @@ def check_blocks(path: Path, spec: ModelSpec, quant: QuantScheme | None) -> None
     Raises:
         UserError: names ``path``, the layer and what fits.
     """
-    form = FORMATS[quant.kind] if quant else None
-    if isinstance(form, StoredFormat):
-        spec = replace(spec, quant=quant)
-        experts = [n for n in spec.quantized_linears if spec.of_experts(n)]
-        reasons = (spec.why_not_stored(linear, form) for linear in spec.quantized_linears)
-        reason = next(filter(None, reasons), "")
-        if experts:
-            reason = f"{experts[0]} would be {form.name!r}, but weights of experts are FP8 alone"
-        if reason:
-            raise UserError(f"{path}: {reason}; leave it unquantized, or use another format")
-        return
-    if quant is None or form is None or not form.blocks:
-        return
-    for linear in spec.linears:
+    for linear, kind in replace(spec, quant=quant).quantized_kinds if quant else ():
+        form = FORMATS[kind]
+        if isinstance(form, StoredFormat):
+            reason = spec.why_not_stored(linear, form)
+            if spec.of_experts(linear):
+                reason = f"{linear} would be {form.name!r}, but weights of experts are FP8 alone"
+            if reason:
+                raise UserError(f"{path}: {reason}; leave it unquantized, or use another format")
+            continue
         size = spec.in_features(linear)
-        if size % BLOCK and any(linear not in left for left in quant.unquantized):
+        if form.blocks and size % BLOCK:
             raise UserError(
                 f"{path}: {linear} reads {size} features, expected a multiple of {BLOCK} for a "
                 "scale of every so many; use weights with a scale for each channel"

@@ -57,7 +57,7 @@ def captured_spec(config: HfConfig, architecture: str, ranks: int = 1) -> ModelS
     spec = spec_of(read, str(path), architecture, found, ranks)
     quant = checkpoint_scheme(config, spec, found)
     check_blocks(path, spec, quant)
-    return replace(spec, quant=quant)
+    return replace(spec, quant=quant, notes=(*spec.notes, *quant.notes)) if quant else spec
 
 
 def spec_of(

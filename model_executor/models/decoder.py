@@ -9,6 +9,7 @@ Shape suffixes: T tokens, H query heads, G KV heads, D head_dim.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -136,13 +137,14 @@ def distinct_layers(spec: ModelSpec) -> tuple[ModelSpec, tuple[int, ...]]:
     """A model with one layer of each kind, in order of first use; and for each layer of ``spec``,
     the layer of that model which differs from it in weights alone.  Layers of different cache
     groups differ, since they read other block tables."""
-    unquantized = spec.quant.unquantized if spec.quant else ((),) * spec.num_layers
+    every, quant = range(spec.num_layers), spec.quant
+    quants = [(quant.unquantized[i], quant.others[i:][:1]) if quant else () for i in every]
     numbers = [spec.cache_group(layer) for layer in range(spec.num_layers)]
     num_groups = len(spec.cache_groups)
     experts = spec.moe.layers if spec.moe else (False,) * spec.num_layers
-    layers = list(zip(spec.sliding_windows, unquantized, numbers, experts, strict=True))
+    layers = list(zip(spec.sliding_windows, quants, numbers, experts, strict=True))
     kinds = list(dict.fromkeys(layers))
-    windows, unquantized, groups, experts = zip(*kinds, strict=True)
+    windows, _, groups, experts = zip(*kinds, strict=True)
     short = replace(
         spec,
         num_layers=len(kinds),
@@ -151,7 +153,7 @@ def distinct_layers(spec: ModelSpec) -> tuple[ModelSpec, tuple[int, ...]]:
             tuple(i for i, group in enumerate(groups) if group == number)
             for number in range(num_groups)
         ),
-        quant=replace(spec.quant, unquantized=unquantized) if spec.quant else None,
+        quant=quant.of_layers(map(layers.index, kinds)) if quant else None,
         moe=replace(spec.moe, layers=experts) if spec.moe else None,
     )
     return short, tuple(kinds.index(layer) for layer in layers)
@@ -170,6 +172,11 @@ class DecoderModel(nn.Module):
         vocab_size, hidden = spec.vocab_size, spec.hidden_size
         self.embed = Embedding(vocab_size, hidden, world) if spec.has_embedding else None
         self.layers = nn.ModuleList(DecoderLayer(spec, i) for i in range(spec.num_layers))
+        for layer, name in product(
+            range(spec.num_layers), spec.quant.gathered if spec.quant else ()
+        ):
+            if name in spec.linears and spec.quant_of(layer, name) and not spec.of_experts(name):
+                self.layers[layer].get_submodule(name).gather_input()
         self.norm = RMSNorm(hidden, spec.rms_norm_eps) if spec.has_head else None
         tied = self.embed if spec.tie_word_embeddings else None
         self.lm_head = LMHead(vocab_size, hidden, tied, world) if spec.has_head else None

@@ -7,12 +7,13 @@ number times a float32 scale.  Others are admitted by name, see ``config/weight_
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import MutableMapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, MutableMapping
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias, cast
 
 from ...config import outside_key
 from ...config.weight_format import STORED_FORMATS, StoredFormat
+from .layouts import Layout
 
 BLOCK = 128
 
@@ -72,13 +73,44 @@ never are."""
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """``unquantized`` names, for each layer, the ``LINEARS`` left in the model's dtype.  ``online``
-    weights are quantized while they are loaded; others already are in the checkpoint."""
+    """How the layers of a model are quantized.
+
+    Attributes:
+        kind: of those that are in none of the lists below.
+        unquantized: for each layer, the ``LINEARS`` left in the model's dtype.
+        online: weights are quantized while they are loaded; others already are in the checkpoint.
+        others: for each layer, the ``LINEARS`` of other kinds, each with its kind; empty if there
+            are none in the model.
+        gathered: the ``LINEARS`` that put the columns of their input in the order of their weight.
+        layouts: how the checkpoint has the weights of each kind, if not as the kind's own tensors.
+        notes: what a start says of them.
+    """
 
     kind: QuantKind
     unquantized: tuple[tuple[str, ...], ...]
     online: bool = field(metadata=outside_key("values of weights never enter the code"))
+    others: tuple[tuple[tuple[str, QuantKind], ...], ...] = ()
+    gathered: tuple[str, ...] = ()
+    layouts: tuple[Layout, ...] = field(
+        default=(), metadata=outside_key("layers hold the same tensors, whatever a checkpoint has")
+    )
+    notes: tuple[str, ...] = field(
+        default=(), compare=False, metadata=outside_key("what a start says of the folder")
+    )
 
     def kind_of(self, layer: int, linear: str) -> QuantKind | None:
         """How one of ``LINEARS`` or ``MOE_LINEARS`` is quantized; None: not at all."""
-        return None if linear in self.unquantized[layer] else self.kind
+        if linear in self.unquantized[layer]:
+            return None
+        return dict(self.others[layer]).get(linear, self.kind) if self.others else self.kind
+
+    def layout_of(self, kind: QuantKind) -> Layout | None:
+        """How the checkpoint has weights of a kind; None: as the kind's own tensors."""
+        return next((layout for layout in self.layouts if layout.target == kind), None)
+
+    def of_layers(self, numbers: Iterable[int]) -> QuantScheme:
+        """The scheme of a model of some of the layers."""
+        chosen = [*numbers]
+        unquantized = tuple(self.unquantized[number] for number in chosen)
+        others = tuple(self.others[number] for number in chosen) if self.others else ()
+        return replace(self, unquantized=unquantized, others=others)

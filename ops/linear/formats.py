@@ -190,7 +190,7 @@ def unpack(tensor: StoredTensor, elements: Tensor) -> Tensor:
     if packing is None:
         return integers
     axis, mask = AXES.index(packing.along), 2**packing.bits - 1
-    shifts = (packing.bits * field for field in _fields(tensor))
+    shifts = (packing.bits * field for field in field_order(tensor))
     integers = torch.stack([(integers >> shift) & mask for shift in shifts], axis + 1)
     if packing.signed:
         half = 2 ** (packing.bits - 1)
@@ -204,7 +204,7 @@ def pack(tensor: StoredTensor, numbers: Tensor) -> Tensor:
         axis, mask = AXES.index(packing.along), 2**packing.bits - 1
         fields = numbers.long().unflatten(axis, (-1, tensor.packed)).unbind(axis + 1)
         numbers = torch.zeros_like(fields[0])
-        for field, values in zip(_fields(tensor), fields, strict=True):
+        for field, values in zip(field_order(tensor), fields, strict=True):
             numbers |= (values & mask) << (packing.bits * field)
     elements = numbers.to(dtype_of(tensor))
     return elements.t().contiguous() if tensor.transposed else elements
@@ -243,7 +243,7 @@ def quantize(stored: StoredFormat, weight: Tensor) -> dict[str, Tensor]:
     return tensors
 
 
-def _fields(tensor: StoredTensor) -> list[int]:
+def field_order(tensor: StoredTensor) -> list[int]:
     """The field of an element that holds each of the neighbours in it."""
     assert tensor.packing is not None
     order = tensor.packing.order or range(tensor.packed)
