@@ -136,7 +136,7 @@ def fill_laid_out(reads: Iterable[LaidOutRead], advance: Callable[[int], Any]) -
     for read in reads:
         layer, part, source = read.layer, read.part, read.source
         if layer.x_order is not None:
-            _set_order(
+            set_order(
                 layer.x_order, orders.setdefault(read.name, (source, order_of(source))), source
             )
         if read.reader is not None and (order := order_of(read.reader)) is not None:
@@ -147,7 +147,7 @@ def fill_laid_out(reads: Iterable[LaidOutRead], advance: Callable[[int], Any]) -
         advance(read.nbytes)
 
 
-def _set_order(held: Tensor, first: tuple[LaidOut, Tensor | None], source: LaidOut) -> None:
+def set_order(held: Tensor, first: tuple[LaidOut, Tensor | None], source: LaidOut) -> None:
     """Set the order in which a layer takes the columns of its input; that of all of its parts."""
     of_first, order = first
     own = order if of_first is source else order_of(source)

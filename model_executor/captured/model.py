@@ -45,6 +45,9 @@ class CapturedModel(nn.Module):
         shards = {shard.name: shard for shard in self.facts.shards}
         ranks = self.facts.ranks
         replace_linears(self.library, self.facts.siblings, formats_of(spec), shards, ranks)
+        for module in self.library.modules() if spec.quant and spec.quant.gathered else ():
+            if isinstance(module, Linear) and module.quant is not None:
+                module.gather_input()
         self.spread = SpreadParameters(self.library, shards, ranks)
         first = torch.zeros(1, dtype=torch.int32) if ranks > 1 else None
         self.register_buffer("first_id", first)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from ...config.errors import UserError
 from ..hf_json import HfConfig
 from ..sharding import ModulePart
 from .dialect import Dialect
 from .dialects import read_dialect
+from .layouts import Layout
 from .scheme import LINEARS, MOE_LINEARS, QuantKind, QuantScheme
 
 
@@ -42,19 +44,25 @@ def read_quantization(
 
 
 def read_captured_quantization(
-    config: HfConfig, names: Callable[[], Iterable[tuple[str, str]]], num_layers: int
+    config: HfConfig,
+    names: Callable[[Callable[[str], Layout | None]], Iterable[tuple[str, str]]],
+    num_layers: int,
 ) -> QuantScheme | None:
     """The same for a captured model; errors are those of ``read_quantization``.
 
     Args:
         names: gives checkpoint names of modules, and the linear layer of ``ModelSpec.linears`` that
-            each is a part of.
+            each is a part of.  It is told which layout a module has, if it is quantized so.
     """
     if (dialect := read_dialect(config)) is None:
         return None
-    kinds = _of_parts(dialect, names())
+    laid = {layout.target: layout for layout in dialect.layouts}
+    parts = [*names(lambda module: laid.get(dialect.kind_of(module) or ""))]
+    kinds = _of_parts(dialect, parts)
     gathered = tuple(kinds) if dialect.ordered else ()
-    return _scheme(dialect, [kinds] * num_layers, gathered)
+    modules = ((name, dialect.kind_of(name)) for name, _ in parts)
+    scheme = _scheme(dialect, [kinds] * num_layers, gathered)
+    return replace(scheme, modules=tuple((name, kind) for name, kind in modules if kind in laid))
 
 
 def _scheme(

@@ -83,6 +83,8 @@ class QuantScheme:
             are none in the model.
         gathered: the ``LINEARS`` that put the columns of their input in the order of their weight.
         layouts: how the checkpoint has the weights of each kind, if not as the kind's own tensors.
+        modules: of a captured model, the checkpoint's modules that have such a layout, each with
+            its kind.
         notes: what a start says of them.
     """
 
@@ -92,6 +94,9 @@ class QuantScheme:
     others: tuple[tuple[tuple[str, QuantKind], ...], ...] = ()
     gathered: tuple[str, ...] = ()
     layouts: tuple[Layout, ...] = field(
+        default=(), metadata=outside_key("layers hold the same tensors, whatever a checkpoint has")
+    )
+    modules: tuple[tuple[str, QuantKind], ...] = field(
         default=(), metadata=outside_key("layers hold the same tensors, whatever a checkpoint has")
     )
     notes: tuple[str, ...] = field(

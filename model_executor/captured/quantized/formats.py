@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -12,6 +12,7 @@ from ....config.weight_format import StoredFormat
 from ...checkpoint import TensorInfo
 from ...hf_json import HfConfig
 from ...quant.hf_quant import read_captured_quantization
+from ...quant.layouts import Layout
 from ...quant.scheme import FORMATS, QuantKind, QuantScheme
 from ...spec import ModelSpec
 from ..facts import LinearFacts
@@ -100,10 +101,10 @@ def checkpoint_scheme(
         UserError: as ``read_quantization``, or the sizes of a layer do not fit.
     """
 
-    def names() -> Iterator[tuple[str, str]]:
+    def names(laid: Callable[[str], Layout | None]) -> Iterator[tuple[str, str]]:
         assert spec.captured is not None
         stored = stored_model(spec.captured, spec.dtype) if found else None
-        sources = stored.sources(one_tensor_a_weight(found).tensors) if stored else {}
+        sources = stored.sources(one_tensor_a_weight(found, laid).tensors) if stored else {}
         for linear in spec.captured.linears:
             parameter = parameter_of(linear)
             for name in sources.get(parameter, (parameter,)):

@@ -21,6 +21,7 @@ from ..linears import Sibling
 from ..model import CapturedModel
 from ..moves import Move, copy_moves, in_file_order, narrowed, permuted, shifted
 from ..text_decoder import Stored
+from .laid import fill_from_layouts
 from .scales import by_units
 from .stored import Gathered, one_tensor_a_weight, type_of
 
@@ -62,6 +63,8 @@ class QuantizedMoves:
         """Bytes that are read, but for scales."""
         each = (self.gathered.parts.get(m.source.name) for m, _ in self.weights)
         stored = sum(parts["weight"].nbytes for parts in each if parts)
+        names = {move.source.name for move, _ in self.weights}
+        stored += sum(laid.nbytes for name, laid in self.gathered.laid.items() if name in names)
         unquantized = (m.nbytes for m, _ in self.weights if m.source.dtype in FLOATS)
         return sum(move.nbytes for move in self.plain) + stored + sum(unquantized)
 
@@ -82,7 +85,10 @@ def quantized_moves(
     quant = model.spec.quant
     assert quant is not None
     homes = dict(_homes(model.library))
-    gathered = Gathered(dict(found), {}) if quant.online else one_tensor_a_weight(found)
+    kinds = dict(quant.modules)
+    gathered = Gathered(dict(found), {})
+    if not quant.online:
+        gathered = one_tensor_a_weight(found, lambda module: quant.layout_of(kinds.get(module, "")))
     types = {} if quant.online else {name: (_type(home),) for name, home in homes.items()}
     moves = stored.moves(gathered.tensors, types)
     plain = [move for move in moves if move.parameter not in homes]
@@ -125,7 +131,15 @@ def fill_quantized(
         _quantize(moves.weights, model.spec.dtype, advance)
         return
     tensors = {**dict(model.library.named_parameters()), **dict(model.library.named_buffers())}
-    stored = [each for each in moves.weights if isinstance(each[1].layer.quant, StoredFormat)]
+    laid = [each for each in moves.weights if each[0].source.name in moves.gathered.laid]
+    fill_from_layouts(
+        [(m, h.name, h.layer) for m, h in laid], moves.gathered.laid, tensors, advance
+    )
+    stored = [
+        each
+        for each in moves.weights
+        if isinstance(each[1].layer.quant, StoredFormat) and each not in laid
+    ]
     copy_moves(in_file_order(_stored(stored, moves.gathered)), tensors, advance)
     fp8 = [each for each in moves.weights if isinstance(each[1].layer.quant, QuantFormat)]
     rescaled = _scales(fp8, moves.gathered)

@@ -6,12 +6,14 @@ weight, of the shape of its numbers; its scales and zero points go where it goes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from ....config.errors import UserError
 from ....config.weight_format import STORED_FORMATS, StoredFormat, StoredTensor
-from ...checkpoint import F8_E4M3, TensorInfo
+from ...checkpoint import F8_E4M3, FLOATS, TensorInfo
+from ...quant.convert import LaidOut, laid_out, names_beside
+from ...quant.layouts import Layout
 from ...quant.scales import INPUT_SCALES, WEIGHT_SCALES
 
 _KINDS = {"weight_scale": WEIGHT_SCALES, "input_scale": INPUT_SCALES}
@@ -24,23 +26,39 @@ class Gathered:
     Attributes:
         tensors: by name; that of a weight in an admitted format has the format's name as its type.
         parts: of each quantized weight, by its name, the tensors by their kind in a layer.
+        laid: those that the checkpoint has in a layout of its own, by the same names.
     """
 
     tensors: dict[str, TensorInfo]
     parts: dict[str, dict[str, TensorInfo]]
+    laid: dict[str, LaidOut] = field(default_factory=dict)
 
 
-def one_tensor_a_weight(found: Mapping[str, TensorInfo]) -> Gathered:
+def one_tensor_a_weight(
+    found: Mapping[str, TensorInfo], layout_of: Callable[[str], Layout | None]
+) -> Gathered:
     """Gather the tensors of FP8 weights and of weights in admitted formats, known by their types
-    and names."""
+    and names, and of weights in layouts, known by their modules.
+
+    Raises:
+        UserError: the tensors of a weight are not those of its layout.
+    """
     tensors, parts = dict(found), dict[str, dict[str, TensorInfo]]()
+    laid: dict[str, LaidOut] = {}
     modules: dict[str, dict[str, TensorInfo]] = {}
     for name, info in found.items():
         module, _, suffix = name.rpartition(".")
         modules.setdefault(module, {})[suffix] = info
     for module, of_module in modules.items():
         name, weight = f"{module}.weight", of_module.get("weight")
-        if weight is not None and weight.dtype == F8_E4M3:
+        layout = layout_of(module)
+        if layout is not None and _has_weight(of_module, layout):
+            laid[name] = source = laid_out(module, layout, found)
+            there, first = dict(source.tensors), source.tensors["weight"]
+            logical = replace(first, name=name, shape=source.shape, dtype=layout.target)
+            for beside in names_beside(module, layout):
+                tensors.pop(beside, None)
+        elif weight is not None and weight.dtype == F8_E4M3:
             there = {"weight": weight, **dict(_named(of_module, _KINDS))}
             logical = weight
         elif (form := _form_of(of_module)) is not None:
@@ -53,7 +71,13 @@ def one_tensor_a_weight(found: Mapping[str, TensorInfo]) -> Gathered:
         for part in there.values():
             del tensors[part.name]
         tensors[name], parts[name] = logical, there
-    return Gathered(tensors, parts)
+    return Gathered(tensors, parts, laid)
+
+
+def _has_weight(of_module: Mapping[str, TensorInfo], layout: Layout) -> bool:
+    """Whether a module has the integers of a layout: norms have a weight too."""
+    types = [of_module[name].dtype for name in layout.weight.suffixes if name in of_module]
+    return any(dtype not in FLOATS for dtype in types)
 
 
 def _named(

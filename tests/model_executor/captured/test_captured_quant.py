@@ -19,7 +19,7 @@ from fusewright.model_executor.checkpoint import TensorInfo
 from fusewright.model_executor.hf_config import read_spec
 from fusewright.model_executor.loader import load_model
 from fusewright.model_executor.spec import ModelSpec, quantize_online
-from tests.model_executor import stored_formats
+from tests.model_executor import low_bit_checkpoints as low_bit, stored_formats
 from tests.model_executor.quant_checkpoints import (
     BY_NAME,
     DIALECTS,
@@ -185,3 +185,23 @@ def test_scales_move_in_units() -> None:
         by_units(
             move._replace(source_start=(0, 0), axes=(Axis(64, 0, 2, 1, 2),)), (128, 0), (256, 192)
         )
+
+
+@pytest.mark.parametrize("dialect", low_bit.DIALECTS, ids=lambda each: each.name)
+def test_dialects_of_low_bits_have_the_bits_of_the_adapter(
+    dialect: low_bit.Dialect, tmp_path: Path
+) -> None:
+    """But for rows that an adapter puts into the order of the columns that read them."""
+    low_bit.save(dialect, tmp_path)
+    adapter, captured = read_spec(tmp_path), read_spec(tmp_path, "transformers")
+    if "act-order" not in dialect.name:
+        check_equal(adapter, captured, tmp_path)
+        return
+    ours, theirs = (load_model(spec, tmp_path, "cpu") for spec in (adapter, captured))
+    x = torch.randn(5, 128)
+    library = theirs.get_submodule("library.model.layers.1")
+    torch.testing.assert_close(
+        submodule(library, "mlp")(x), ours.get_submodule("layers.1.mlp")(x), atol=1e-6, rtol=1e-5
+    )
+    expected = ours.get_submodule("layers.1.attention.qkv")(x)
+    assert torch.equal(submodule(library, "self_attn.q_proj+k_proj+v_proj")(x), expected)
