@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ class OneExpert:
 
 
 class ExpertLinear(nn.Module):
-    """``x @ weight[expert].T`` for each choice of a token, without a bias.
+    """``x @ weight[expert].T`` for each choice of a token; who calls it may have a bias.
 
     With ``quant`` weights are FP8 and x is quantized before the matmul, as in ``Linear``; a static
     ``input_scale`` is that of all experts.  ``first`` is the number of expert 0 here, where other
@@ -75,18 +76,24 @@ class ExpertLinear(nn.Module):
             if one.quant.static:
                 self.register_buffer("input_scale", torch.zeros(1, 1))
 
-    def forward(self, x: Tensor, topk_ids: Tensor, first_expert: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        first_expert: Tensor | None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
         """[num_tokens, in_features], or a row for each choice -> [num_tokens * top_k,
-        out_features]."""
+        out_features].  ``bias`` is [num_experts, out_features]."""
+        beside: dict[str, Any] = {"first_expert": first_expert, "bias": bias}
         if self.quant is None:
-            return ops.expert_linear(x, self.weight, topk_ids, first_expert=first_expert)
+            return ops.expert_linear(x, self.weight, topk_ids, **beside)
         if self.quant.static:
             quantized, scale = ops.quant_fp8_static(x, self.input_scale), self.input_scale
         else:
             quantized, scale = ops.quant_fp8_dynamic(x, self.quant.columns)
         return ops.expert_linear(
-            *(quantized, self.weight, topk_ids, scale, self.weight_scale, x.dtype),
-            first_expert=first_expert,
+            *(quantized, self.weight, topk_ids, scale, self.weight_scale, x.dtype), **beside
         )
 
     def place(self, rank: int) -> None:

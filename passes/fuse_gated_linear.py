@@ -9,14 +9,15 @@ weight as the linear layer did and writes what is left; with many rows a dense l
 
 from __future__ import annotations
 
-from dataclasses import astuple
 from typing import Any
 
 import torch
 from torch import fx
 
+from ..ops.core.gate import PLAIN, Gate, spelled
+from ..ops.experts.kernels import ExpertArgs
 from ..ops.linear.desc import LinearArgs
-from ..ops.norm.gated_act import PLAIN, Gate, activation_of
+from ..ops.norm.gated_act import activation_of
 from .canonicalize import kind
 from .rule import EXACT, is_call, written_between
 from .sites import Match, Miss, SitePass, call, read_elsewhere
@@ -26,10 +27,7 @@ from .subgraph import fake_value
 LINEAR = torch.ops.fw.linear.default
 EXPERT_LINEAR = torch.ops.fw.expert_linear.default
 _ARGS = LinearArgs._fields
-_EXPERT_ARGS = (
-    *("x", "weight", "topk_ids", "x_scale", "weight_scale", "out_dtype", "activation"),
-    "first_expert",
-)
+_EXPERT_ARGS = ExpertArgs._fields
 
 
 def linear_args(node: Any) -> dict[str, Any] | None:
@@ -108,27 +106,42 @@ def _is_of_layer(up: Any) -> bool:
 
 
 def _read_experts(act: fx.Node, args: dict[str, Any], activation: str) -> Match:
-    """The layer of all experts at once, also of FP8 operands: there, too, half as much is written
-    and read."""
+    """The layer of all experts at once, also of FP8 operands, and with a gate's options: there,
+    too, half as much is written and read."""
     layer: Any = act.args[0]
-    reason = why_not_packed(act, "layers") or written_between(layer, act)
+    reason = why_two(act, "layers") or written_between(layer, act)
     if args["activation"] is not None:
         reason = f"{layer.name} has an activation already"
     if len(layer.users) > 1:
         reason = f"{layer.name} has {len(layer.users)} users, not the activation alone"
     if reason:
         raise Miss(reason)
-    args["activation"] = activation
-    return Match(act, [layer, act], [act], call(EXPERT_LINEAR, tuple(args.values())))
+    args["activation"] = spelled(activation, gate_of(act))
+    return Match(act, [layer, act], [act], call(EXPERT_LINEAR, without_defaults(*args.values())))
+
+
+def without_defaults(*args: Any) -> tuple[Any, ...]:
+    """Arguments in order, but for None and False at the end, which are their defaults."""
+    last = max((place for place, arg in enumerate(args, 1) if arg not in (None, False)), default=0)
+    return args[:last]
+
+
+def gate_of(act: fx.Node) -> Gate:
+    """The options of a gated activation's node."""
+    return Gate(*act.args[2:])  # type: ignore[arg-type]
+
+
+def why_two(act: fx.Node, sources: str) -> str:
+    """Why not to fuse: gate and up are not two parts of one tensor."""
+    return f"gate and up are two {sources}" if any(u is not None for u in act.args[1:2]) else ""
 
 
 def why_not_packed(act: fx.Node, sources: str) -> str:
     """Why not to fuse: the fused kernels take two halves of one tensor, without attributes."""
-    if any(up is not None for up in act.args[1:2]):
-        return f"gate and up are two {sources}"
-    if act.args[2:] not in ((), astuple(PLAIN)):
-        return f"it is {Gate(*act.args[2:])}, for which there is no fused kernel"  # type: ignore[arg-type]
-    return ""
+    if reason := why_two(act, sources):
+        return reason
+    how = gate_of(act)
+    return "" if how == PLAIN else f"it is {how}, for which there is no fused kernel"
 
 
 def _static_quantization(act: fx.Node) -> fx.Node | None:

@@ -15,9 +15,17 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..ops.core.gate import spelled
 from ..ops.norm.gated_act import activation_of
-from .canonicalize import kind, tensor, widened
-from .fuse_gated_linear import expert_linear_args, has_epilogue, linear_args, why_not_packed
+from .canonicalize import tensor, widened
+from .fuse_gated_linear import (
+    expert_linear_args,
+    gate_of,
+    has_epilogue,
+    linear_args,
+    why_two,
+    without_defaults,
+)
 from .rule import EXACT, is_call, written_between
 from .sites import Match, Miss, SitePass, call, read_elsewhere
 
@@ -60,15 +68,16 @@ def _read(combine: fx.Node) -> Match | None:
     made = linear_args(logits)
     if (
         made is None
-        or made["bias"] is not None
         or made["x_scale"] is not None
         or made["weight_format"] is not None
         or has_epilogue(made)
     ):
         raise Miss(f"the router's logits come from {_name(logits)}, not from a plain linear layer")
-    wide, read, router_weight = _operands(made, gate_up.source)
+    wide, read, router_weight, router_bias = _operands(made, gate_up.source)
     if read is not gate_up.source:
         raise Miss(f"the router reads {_name(read)}, the experts {gate_up.source.name}")
+    if gate_up.args["weight_format"] != down.args["weight_format"]:
+        raise Miss("the experts' layers are stored in two formats")
     if (gate_up.args["x_scale"] is None) is not (down.args["x_scale"] is None):
         raise Miss("one of the experts' layers is FP8, the other is not")
     if down.group_size != gate_up.group_size:
@@ -77,30 +86,32 @@ def _read(combine: fx.Node) -> Match | None:
         raise Miss("the experts' layers are of different experts")
     inner: list[Any] = [*gate_up.nodes, *act, *down.nodes, logits]
     items = [user for user in router.users if is_call(user, operator.getitem)]
-    casts = {made["x"], made["weight"]} - {gate_up.source, router_weight}
-    nodes = sorted({*inner, router, *items, combine, *casts})
+    casts = {made["x"], made["weight"], made["bias"]} - {gate_up.source, router_weight, router_bias}
+    nodes = sorted({*inner, router, *items, combine, *casts} - {None})
     _check_readers([down.nodes[0], gate_up.nodes[0], *act, *items], nodes)
     if reason := written_between(nodes[0], combine):
         raise Miss(reason)
     scales = (gate_up.args["weight_scale"], down.args["weight_scale"])
     inputs = (gate_up.input_scale, down.input_scale, gate_up.group_size)
+    held = [layer.args[name] for name in ("bias", "weight_zero") for layer in (gate_up, down)]
     args = (
         *(gate_up.source, router_weight, bias, gate_up.args["weight"], down.args["weight"]),
         *(*scales, *inputs, shared, gate, top_k, *how, *_DEFAULTS[len(how) :]),
         *(gate_up.args["activation"], gate_up.args["first_expert"]),
-        *([True] if wide else []),
+        *without_defaults(wide, router_bias, *held, gate_up.args["weight_format"]),
     )
     return Match(combine, nodes, [combine], call(torch.ops.fw.fused_moe.default, args))
 
 
-def _operands(router: dict[str, Any], experts_read: fx.Node) -> tuple[bool, Any, Any]:
+def _operands(router: dict[str, Any], experts_read: fx.Node) -> tuple[bool, Any, Any, Any]:
     """(whether the router computes in float32 what the experts read in 16 bits, what it reads, its
-    weight), with casts taken away."""
-    x, weight = widened(router["x"]), router["weight"]
+    weight, its bias), with casts taken away."""
+    x, weight, bias = widened(router["x"]), router["weight"], router["bias"]
     if x is router["x"] or router["x"] is experts_read:
-        return False, router["x"], weight
-    narrow = widened(weight)
-    return True, x, narrow if tensor(narrow).dtype == tensor(x).dtype else weight
+        return False, router["x"], weight, bias
+    narrow = [None if one is None else widened(one) for one in (weight, bias)]
+    same = all(one is None or tensor(one).dtype == tensor(x).dtype for one in narrow)
+    return (True, x, *(narrow if same else (weight, bias)))
 
 
 def _gate_up(node: Any) -> tuple[list[fx.Node], _Layer]:
@@ -111,20 +122,18 @@ def _gate_up(node: Any) -> tuple[list[fx.Node], _Layer]:
         if found.args["activation"] is None:
             raise Miss(f"{node.name} has no gated activation")
         return [], found
-    if reason := why_not_packed(node, "layers"):
+    if reason := why_two(node, "layers"):
         raise Miss(reason)
     found = _layer(node.args[0])
     if found.args["activation"] is not None:
         raise Miss(f"{found.nodes[0].name} has two activations")
-    found.args["activation"] = activation
+    found.args["activation"] = spelled(activation, gate_of(node))
     return [node], found
 
 
 def _layer(node: Any) -> _Layer:
     args = expert_linear_args(node)
     if args is None:
-        if kind(node) == "add" and any(map(expert_linear_args, node.args)):
-            raise Miss("the experts have biases, for which there is no fused kernel")
         raise Miss(f"what it adds comes from {_name(node)}, not from layers of experts")
     if args["x_scale"] is None:
         return _Layer(args["x"], args, None, 0, [node])

@@ -262,13 +262,11 @@ def experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
 
     def layer(name: str, rows: Tensor) -> Tensor:
         weight = getattr(module, name)
-        made: Tensor
+        bias = getattr(module, f"{name}_bias") if module.has_bias else None
         if isinstance(weight, ExpertLinear):
-            made = weight(rows, ids, None)
-        else:
-            matrices = weight.transpose(1, 2) if module.is_transposed else weight
-            made = ops.expert_linear(rows, matrices, ids)
-        return made + getattr(module, f"{name}_bias")[ids.flatten()] if module.has_bias else made
+            return weight(rows, ids, None, bias)
+        matrices = weight.transpose(1, 2) if module.is_transposed else weight
+        return ops.expert_linear(rows, matrices, ids, bias=bias)
 
     if module.has_gate:
         inner = module._apply_gate(layer("gate_up_proj", x))

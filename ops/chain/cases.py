@@ -14,7 +14,7 @@ from ..collective.all_reduce import CASES_GROUP
 from ..core.desc import Case, Draw, Tolerance
 from ..core.float8 import E4M3
 from ..core.tiles import cdiv
-from ..experts.fused_moe import moe_args
+from ..experts.fused_moe import CLAMPED, moe_args
 from ..experts.moe import Call as ExpertsCall
 from ..linear.desc import BLOCK
 from .row_stages import Add, AddNorm, Norm, Scale
@@ -316,6 +316,10 @@ def _experts(draw: Draw, on_gpu: bool) -> Iterator[Case]:
     grouped: dict[str, Any] = {"biased": True, "routing": ("sigmoid", True, 4, 2, 2.5)}
     yield _moe(draw, "experts, biases, groups", 3, 16, 3, 64, 32, 40, 24, bias=True, **grouped)
     yield _moe(draw, "experts, sorted", 10, 4, 2, 96, 32, 64, 48)
+    clamped: dict[str, Any] = {"biases": True, "activation": CLAMPED}
+    yield _moe(draw, "experts, biases, a clamped gate", 3, 4, 2, 64, 32, 40, 24, **clamped)
+    stored: dict[str, Any] = {**clamped, "weight_format": "mxfp4"}
+    yield _moe(draw, "experts, MXFP4, sorted", 10, 4, 2, 64, 32, 40, 24, **stored)
     yield _moe(draw, "experts, no tokens", 0, 4, 2, 32, 16, 32, 16)
     for fp8 in ("token", "block"):
         sizes = (4, 2, 128, 128)

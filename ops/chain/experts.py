@@ -39,7 +39,8 @@ def _never_streams(stages: tuple[Any, ...]) -> str:
         if isinstance(stage, Linear) and stage.activation is not None:
             return "a layer beside the experts has an activation"
     first, _, experts, *_ = stages
-    if (first.group_size is None) is not ("gate_up_scale" not in experts.tensors):
+    fp8 = "gate_up_scale" in experts.tensors and experts.weight_format is None
+    if (first.group_size is None) is fp8:
         return "either the experts or the layer before them are FP8"
     return ""
 
@@ -112,8 +113,8 @@ def _logits(experts: ExpertsCall) -> Tensor:
     return logits_of(experts, _skinny)
 
 
-def _skinny(x: Tensor, weight: Tensor) -> Tensor:
-    y: Tensor = LINEAR.implementation("skinny").fn(x, weight, *(None,) * 6)
+def _skinny(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y: Tensor = LINEAR.implementation("skinny").fn(x, weight, bias, *(None,) * 5)
     return y
 
 
@@ -142,7 +143,8 @@ def _run(part: Part, layers: Callable[[ExpertsCall], Planned]) -> State:
 
 
 def _launches(part: Part) -> Launches[State]:
-    logits = LINEAR.fake(part.state.x, part.operands[0]["router_weight"])
+    operands = part.operands[0]
+    logits = LINEAR.fake(part.state.x, operands["router_weight"], operands.get("router_bias"))
     return _plan(part, partial(plan_layers, logits=logits))
 
 

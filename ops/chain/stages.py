@@ -206,8 +206,12 @@ class Experts(Stage):
     activation: str
     group_size: int = 0
     float32_logits: bool = False
+    weight_format: str | None = None
     kind: ClassVar[str] = "experts"
-    optional: ClassVar[tuple[str, ...]] = ("correction_bias", "gate_up_scale", "down_scale")
+    optional: ClassVar[tuple[str, ...]] = (
+        *("correction_bias", "gate_up_scale", "down_scale", "router_bias", "gate_up_bias"),
+        *("down_bias", "gate_up_zero", "down_zero"),
+    )
 
     def call(self, x: Any, operands: Operands) -> ExpertsCall:
         """The arguments of ``fused_moe`` on x."""

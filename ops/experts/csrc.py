@@ -23,6 +23,7 @@ from ..core.desc import TensorDesc
 from ..core.launch import run_all
 from ..core.target import Target, here
 from ..launches.experts import MOST_EXPERTS, rows_an_expert
+from ..norm.gated_act import ACTIVATIONS
 from .moe import Call, Planned, Routed, plan_experts, plan_quantized, plan_routing, plan_sort
 
 MOST_TOKENS = 8
@@ -47,11 +48,19 @@ def _why_not_csrc(call: Call, target: Target) -> str:
         return target.why_no_hopper
     if call.x.dtype != torch.bfloat16:
         return f"x is {call.x.dtype}, not bfloat16"
+    if call.router_bias is not None:
+        return "the router has a bias"
     return "" if call.first_expert is None else "the experts are spread over ranks"
 
 
 def _why_not_weights(call: Call) -> str:
     """Why csrc's kernels do not read these weights, or an empty string."""
+    if call.weight_format is not None:
+        return f"weights of {call.weight_format}"
+    if call.gate_up_bias is not None or call.down_bias is not None:
+        return "the experts have biases"
+    if call.activation not in ACTIVATIONS:
+        return f"the activation is {call.activation}"
     if call.gate_up_scale is None or call.down_scale is None:
         served = call.gate_up.dtype == torch.bfloat16
         return "" if served else f"weights of {call.gate_up.dtype}, not bfloat16"
@@ -134,13 +143,11 @@ def _is_read_in_lines(tensor: Tensor) -> bool:
 @lru_cache(4096)
 def _refusal(
     why_not: Callable[[Call, int, Target], str],
-    shapes: tuple[Any, ...],
-    attributes: tuple[Any, ...],
+    described: tuple[Any, ...],
     rows: int,
     device: torch.device,
 ) -> str:
-    held: list[Any] = [None if s is None else TensorDesc(*s) for s in shapes]
-    call = Call(*[*held[:9], attributes[0], *held[9:], *attributes[1:]])
+    call = Call(*[TensorDesc(*one) if type(one) is tuple else one for one in described])
     return why_not(call, rows, here(device))
 
 
@@ -150,10 +157,8 @@ def _serves(
     """Whether kernels that read ``weights`` serve a call, whose tensors are real or on "meta"."""
     if call.first_expert is not None:
         return False
-    tensors = (*call[:9], *call[10:12])
-    shapes = tuple([None if t is None else (t.dtype, t.shape) for t in tensors])
-    attributes = (call.group_size, *call[12:19])
-    if _refusal(why_not, shapes, attributes, call.x.shape[0], call.x.device):
+    described = tuple([(v.dtype, v.shape) if isinstance(v, Tensor) else v for v in call])
+    if _refusal(why_not, described, call.x.shape[0], call.x.device):
         return False
     return call.x.device.type == "meta" or all(map(_is_read_in_lines, weights))
 

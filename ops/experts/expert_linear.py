@@ -15,16 +15,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...config.weight_format import STORED_FORMATS
 from ..core import rowwise as _rowwise
 from ..core.desc import Case, Cost, Draw, OpDesc, TensorDesc, drawn
 from ..core.float8 import E4M3
+from ..core.gate import Gate, spelled
 from ..core.op import Implementation, SemanticOp, dispatched, on_cpu, triton, with_defaults
 from ..core.target import Target
 from ..core.tiles import cdiv
 from ..linear.desc import LinearArgs, LinearDesc
+from ..linear.formats import quantize
 from ..linear.kernels import multiply
 from ..linear.linear import FP8, GATED, PLAIN
-from ..norm.gated_act import GATED_ACTS
+from ..norm.gated_act import activate
 from ..norm.quantize import refuses_device
 from . import kernels as kernels
 from .kernels import ExpertArgs, describe_experts
@@ -42,6 +45,9 @@ def expert_linear(
     out_dtype: torch.dtype | None = None,
     activation: str | None = None,
     first_expert: Tensor | None = None,
+    bias: Tensor | None = None,
+    weight_zero: Tensor | None = None,
+    weight_format: str | None = None,
 ) -> Tensor:
     """``linear`` of each row by the weight of its expert (Shazeer et al., 2017, eq. 1).
 
@@ -49,13 +55,18 @@ def expert_linear(
         x: [num_tokens, in_features], of which each row is read by all experts of its token; or
             [num_tokens * top_k, in_features], a row for each choice.  Floating point; or
             float8_e4m3fn, which stands for ``x * x_scale``.
-        weight: [num_experts, out_features, in_features], same dtype.
+        weight: [num_experts, out_features, in_features], same dtype; or as ``weight_format`` stores
+            it, with the experts ahead.
         topk_ids: [num_tokens, top_k] int32, from 0 to num_experts - 1; any with ``first_expert``.
         x_scale: of FP8: as of ``linear``.
         weight_scale: of FP8: that of ``linear`` for each expert, [num_experts, ...].
-        out_dtype, activation: as of ``linear``.
+        out_dtype: as of ``linear``.
+        activation: a gated one, with its options as ``spelled`` writes them, such as "silu" or
+            "silu(alpha=1.702, limit=7.0, up_offset=1.0, interleaved=True)".
         first_expert: [1] int32, the id of expert 0 of a ``weight`` that has one rank's experts.
             The rows of choices whose expert is another rank's are zeros.
+        bias: [num_experts, out_features] of the result's dtype: each expert adds its own.
+        weight_zero, weight_format: as of ``linear``, for each expert; x is not quantized then.
 
     Returns:
         [num_tokens * top_k, out_features], or with an activation half of that, contiguous: row
@@ -64,14 +75,16 @@ def expert_linear(
     Raises:
         ValueError: shapes, dtypes or the activation are none of these.
     """
-    scales = (x_scale, weight_scale)
-    return _by_expert(F.linear, x, weight, topk_ids, *scales, out_dtype, activation, first_expert)
+    scales, stored = (x_scale, weight_scale), (weight_zero, weight_format)
+    how = (out_dtype, activation, first_expert, bias, *stored)
+    return _by_expert(F.linear, x, weight, topk_ids, *scales, *how)
 
 
 def _by_expert(gemm: Gemm, *args: Any) -> Tensor:
     """The definition, one expert after the other, by some GEMM."""
     desc = describe_experts(*args)
-    x, weight, topk_ids, x_scale, weight_scale, _, activation, first_expert = args
+    call = ExpertArgs(*args)
+    x, weight, topk_ids, first_expert = call.x, call.weight, call.topk_ids, call.first_expert
     slots_a_row = topk_ids.numel() // max(x.shape[0], 1)
     of_slot = topk_ids.flatten()
     if first_expert is not None:
@@ -82,16 +95,15 @@ def _by_expert(gemm: Gemm, *args: Any) -> Tensor:
             continue
         slots = (of_slot == expert).nonzero().squeeze(1)
         rows = slots // slots_a_row
-        of_rows, of_expert = x_scale, None
-        if desc.format.scaled:
-            of_rows = x_scale if desc.weight_format == "fp8 tensor" else x_scale[rows]
-            of_expert = weight_scale[expert]
-        operands = (x[rows], weight[expert], None, of_rows, of_expert, desc.dtype)
-        y[slots] = multiply(gemm, LinearArgs(*operands))
-    if activation is None:
-        return y
-    activated: Tensor = GATED_ACTS[activation, ""].reference(y)
-    return activated
+        of_rows = call.x_scale
+        if desc.format.quantizes_x and desc.weight_format != "fp8 tensor":
+            of_rows = of_rows[rows]
+        of_expert = (None if t is None else t[expert] for t in (call.bias, call.weight_scale))
+        bias, scale = of_expert
+        zero = None if call.weight_zero is None else call.weight_zero[expert]
+        operands = (x[rows], weight[expert], bias, of_rows, scale, desc.dtype, None, None)
+        y[slots] = multiply(gemm, LinearArgs(*operands, zero, call.weight_format))
+    return y if call.activation is None else activate(y, call.activation)
 
 
 def _fake(x: Tensor, weight: Tensor, topk_ids: Tensor, *rest: Any) -> Tensor:
@@ -108,7 +120,7 @@ def _supports(why_not: Callable[[LinearDesc], str]) -> Callable[[OpDesc], str]:
             desc = describe_experts(*(value for _, value in call.args))
         except ValueError as error:
             return str(error)
-        if desc.format.scaled and (reason := refuses_device(call)):
+        if desc.format.quantizes_x and (reason := refuses_device(call)):
             return reason
         return why_not(desc)
 
@@ -122,6 +134,8 @@ def _triton_refuses(desc: LinearDesc) -> str:
 
 
 def _invariant_refuses(desc: LinearDesc) -> str:
+    if reason := kernels.why_not_read(desc):
+        return reason
     return "an activation's kernel follows the number of rows" if desc.activation else ""
 
 
@@ -145,6 +159,7 @@ def _cases(draw: Draw) -> Iterator[Case]:
         a_row_a_choice: bool = False,
         chosen: Tensor | None = None,
         rank: int | None = None,
+        biased: bool = False,
     ) -> Case:
         """A case of one of two ranks, each with ``experts`` experts, or of one rank (None)."""
         all_experts = experts if rank is None else 2 * experts
@@ -153,7 +168,10 @@ def _cases(draw: Draw) -> Iterator[Case]:
         weight = (randn(experts, n, k) * k**-0.5).to(draw.dtype)
         first = None if rank is None else _first_expert(rank * experts, device)
         tolerances = PLAIN if activation is None else GATED
-        return Case(label, (x, weight, topk_ids, None, None, None, activation, first), tolerances)
+        args = (x, weight, topk_ids, None, None, None, activation, first)
+        if not biased:
+            return Case(label, args, tolerances)
+        return Case(label, (*args, randn(experts, n).to(draw.dtype)), tolerances)
 
     yield call("one token", 1, 2, 4, 48, 64)
     yield call("SiLU, few tokens", 3, 2, 8, 2 * 40, 64, "silu")
@@ -173,7 +191,14 @@ def _cases(draw: Draw) -> Iterator[Case]:
     yield call("no tokens", 0, 2, 4, 16, 32)
     x, weight, topk_ids, *_ = call("", 6, 2, 4, 32, 160).args
     yield Case("slices", (x[:, 32:96], weight[:, 8:, 32:96], topk_ids), PLAIN)
+    clamped = spelled("silu", Gate(1.702, 1.5, 1.0, interleaved=True))
+    yield call("biases, few tokens", 3, 2, 5, 40, 64, biased=True)
+    yield call("biases, sorted, one rank", 12, 2, 4, 24, 32, biased=True, rank=1)
+    yield call("clamped pairs, biases, few tokens", 2, 3, 4, 2 * 40, 48, clamped, biased=True)
+    yield call("clamped pairs, biases, sorted", 11, 2, 4, 2 * 35, 64, clamped, biased=True)
+    yield call("clamped halves", 10, 2, 3, 2 * 24, 64, spelled("silu", Gate(1.702, 1.5)))
     yield from _fp8_cases(draw, ids)
+    yield from _stored_cases(draw, ids, clamped)
     if device.type == "cuda":  # too large to interpret
         yield call("64 tokens of 128 experts, SiLU", 64, 8, 128, 2 * 192, 512, "silu")
         yield call("700 tokens", 700, 4, 32, 256, 512, a_row_a_choice=True)
@@ -222,20 +247,35 @@ def _fp8_cases(draw: Draw, ids: Callable[..., Tensor]) -> Iterator[Case]:
         yield from calls("1000 tokens", 1000, 2, 8, 512, 768, rows=2000)
 
 
+def _stored_cases(draw: Draw, ids: Callable[..., Tensor], clamped: str) -> Iterator[Case]:
+    """Weights in formats of few bits, of which a group may be longer than a tile is deep."""
+    for form in map(STORED_FORMATS.__getitem__, ("mxfp4", "int4_zero_g32", "int8_channel")):
+        k = 96 if form.scale.unit[1] in (0, 32) else 3 * form.scale.unit[1]
+        for tokens, activation in ((3, None), (10, clamped)):
+            experts, top_k, n = 3, 2, 2 * 20
+            parts = [quantize(form, draw.randn(n, k) * k**-0.5) for _ in range(experts)]
+            held = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+            x = draw.randn(tokens, k).to(draw.dtype)
+            args = (x, held["weight"], ids(tokens, top_k, experts), None, held["weight_scale"])
+            bias = draw.randn(experts, n).to(draw.dtype) if activation else None
+            how = (None, activation, None, bias, held.get("weight_zero"), form.name)
+            tolerances = PLAIN if activation is None else GATED
+            yield Case(f"{form.name}, {tokens} tokens", (*args, *how), tolerances)
+
+
 # Gates and ups of a few units, each off by what tensor cores drop.
 _FP8_GATED = {d: type(t)(4 * t.atol, 4 * t.rtol) for d, t in FP8.items()}
 
 
 def _cost(call: OpDesc) -> Cost:
     x, weight, topk_ids = call["x"], call["weight"], call["topk_ids"]
-    experts, out_features, in_features = weight.shape
+    (experts, out_features, _), in_features = weight.shape, x.shape[1]
     slots = topk_ids.numel
     gated = call["activation"] is not None
     columns = out_features // 2 if gated else out_features
     tensors = {name: value for name, value in call.args if isinstance(value, TensorDesc)}
-    weights = sum(
-        tensors.pop(name).nbytes for name in ("weight", "weight_scale") if name in tensors
-    )
+    held = ("weight", "weight_scale", "weight_zero", "bias")
+    weights = sum(tensors.pop(name).nbytes for name in held if name in tensors)
     read = sum(value.nbytes for value in tensors.values())
     read += kernels.most_chosen(slots, experts) * weights / experts
     written = slots * columns * (call["out_dtype"] or x.dtype).itemsize

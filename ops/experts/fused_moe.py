@@ -13,12 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...config.weight_format import STORED_FORMATS
 from ..core.desc import Case, Cost, Draw, OpDesc, Tolerance, drawn
 from ..core.float8 import E4M3
+from ..core.gate import Gate, spelled
 from ..core.launch import Launches, run_all
 from ..core.op import Implementation, SemanticOp, on_gpu, parameters_of, signed
 from ..core.target import Target
 from ..launches import experts as plans, route as route_plans
+from ..launches.stored import why_not_stored, why_not_words
+from ..linear.formats import quantize
 from ..linear.linear import GATED, OP as LINEAR
 from ..norm.quantize import finish, refuses_device
 from . import csrc
@@ -129,7 +133,13 @@ def supports_call(call: Call, desc: OpDesc) -> str:
         check(call)
     except ValueError as error:
         return str(error)
-    if call.gate_up_scale is not None and (reason := refuses_device(desc)):
+    if call.quantizes_x and (reason := refuses_device(desc)):
+        return reason
+    form, inner = STORED_FORMATS.get(call.weight_format or ""), call.gate_up.shape[1] // 2
+    widths = (call.x.shape[1], inner)
+    if reason := why_not_stored(form) or next(
+        filter(None, (why_not_words(form, k) for k in widths)), ""
+    ):
         return reason
     if call.num_experts > plans.MOST_EXPERTS:
         return f"{call.num_experts} experts > {plans.MOST_EXPERTS}: their offsets are one tile"
@@ -166,9 +176,12 @@ def moe_args(
     activation: str = "silu",
     rank: int | None = None,
     float32_logits: bool = False,
+    biases: bool = False,
+    weight_format: str | None = None,
 ) -> tuple[Any, ...]:
     """Arguments of a call; router logits are far enough apart that no rounding changes a choice.
-    ``rank``: of two, each of which has half of the experts."""
+    ``rank``: of two, each of which has half of the experts.  ``biases``: of the router, which is
+    too small to change a choice, and of the experts."""
     dtype, device, randn = draw.dtype, draw.device, draw.randn
     # Each token points along a few router rows, which are orthogonal.
     router = torch.linalg.qr(randn(hidden, hidden))[0][:experts]
@@ -191,8 +204,20 @@ def moe_args(
             weights[index] = (weight * 60).clamp(-448, 448).to(E4M3)
             if fp8 == "tensor":
                 scales[2 + index] = torch.full((1, 1), 0.02, device=device)
-    else:
+    elif weight_format is None:
         weights = [weight.to(dtype) for weight in weights]
+    zeros: list[Tensor | None] = [None, None]
+    if weight_format is not None:
+        for index, weight in enumerate(weights):
+            parts = [quantize(STORED_FORMATS[weight_format], one) for one in weight]
+            held = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+            weights[index], scales[index] = held["weight"], held["weight_scale"]
+            zeros[index] = held.get("weight_zero")
+    of_router: Tensor | None = None
+    of_layers: list[Tensor | None] = [None, None]
+    if biases:
+        of_router = (randn(experts) * 1e-3).to(dtype)
+        of_layers = [randn(experts, rows).to(dtype) for rows in (2 * inner, hidden)]
     widths = (hidden, 1) if shared else ()
     beside: list[Tensor | None] = [randn(tokens, width).to(dtype) for width in widths]
     beside = beside or [None, None]
@@ -201,7 +226,8 @@ def moe_args(
         half = experts // 2
         here = slice(rank * half, (rank + 1) * half)
         weights = [weight[here].contiguous() for weight in weights]
-        scales[:2] = [None if s is None else s[here].contiguous() for s in scales[:2]]
+        for each in (scales, zeros, of_layers):
+            each[:2] = [None if s is None else s[here].contiguous() for s in each[:2]]
         first = torch.tensor([rank * half], dtype=torch.int32, device=device)
     return (
         *(
@@ -213,7 +239,12 @@ def moe_args(
             group_size,
         ),
         *(*beside, top_k, *routing, activation, first, float32_logits),
+        *(of_router, *of_layers, *zeros, weight_format),
     )
+
+
+CLAMPED = spelled("silu", Gate(1.702, 1.5, 1.0, interleaved=True))
+"""The activation of gpt-oss's experts, with a limit that random numbers reach."""
 
 
 @drawn
@@ -228,6 +259,14 @@ def _cases(draw: Draw) -> Iterator[Case]:
     grouped = ("sigmoid", True, 4, 2, 2.5)
     yield call("groups and a bias, sorted", 9, 16, 3, 64, 32, biased=True, routing=grouped)
     yield call("sorted, float32 logits", 10, 8, 2, 32, 16, float32_logits=True)
+    for rank in (None, 1):
+        how: dict[str, Any] = {"biases": True, "activation": CLAMPED, "rank": rank}
+        label = "biases, a clamped gate" + ("" if rank is None else ", of one rank")
+        yield call(f"few tokens, {label}", 3, 6, 2, 64, 32, **how)
+        yield call(f"sorted, {label}", 11, 6, 3, 64, 48, **how)
+    how = {"biases": True, "activation": CLAMPED, "weight_format": "mxfp4"}
+    yield call("few tokens, MXFP4", 3, 4, 2, 64, 32, **how)
+    yield call("sorted, MXFP4, of one rank", 10, 4, 2, 64, 64, weight_format="mxfp4", rank=1)
     yield call("no tokens", 0, 4, 2, 32, 16)
     yield call("few tokens of one rank", 3, 8, 3, 48, 40, rank=1, shared=True)
     yield call("sorted, of one rank", 11, 6, 3, 64, 48, rank=0)

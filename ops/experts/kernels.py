@@ -19,12 +19,15 @@ from ...config.expert_tables import ExpertShape, ExpertTile
 from ..core.choice import Choice, launched
 from ..core.desc import TensorDesc
 from ..core.device_table import expert_table, expert_tiles
+from ..core.gate import read_spelled
 from ..core.launch import Launches, run_launches
 from ..core.target import Target, here
 from ..launches import experts as plans
 from ..launches.experts import Sorted
+from ..launches.stored import why_not_stored, why_not_words
 from ..linear.desc import LinearDesc, describe
 from ..linear.kernels import LinearKernel, select
+from ..norm.gated_act import ACTIVATIONS
 
 MOST_UNSORTED = 8
 """Most tokens whose slots are not sorted."""
@@ -42,6 +45,9 @@ class ExpertArgs(NamedTuple):
     out_dtype: Any = None
     activation: str | None = None
     first_expert: Any = None
+    bias: Any = None
+    weight_zero: Any = None
+    weight_format: str | None = None
 
 
 def describe_experts(*args: Any) -> LinearDesc:
@@ -69,12 +75,17 @@ def describe_experts(*args: Any) -> LinearDesc:
             f"expert_linear: x has {x.shape[0]} rows, expected one for each of {tokens} tokens, or "
             f"for each of their {top_k} choices"
         )
-    scale = call.weight_scale
-    if scale is not None and (len(scale.shape) != 3 or scale.shape[0] != num_experts):
-        raise ValueError(
-            f"expert_linear: weight_scale is {[*scale.shape]}, expected the scales of "
-            f"{num_experts} experts, [num_experts, ...]"
-        )
+    held = {name: getattr(call, name) for name in _OF_EXPERTS}
+    for name, dims in _OF_EXPERTS.items():
+        tensor = held[name]
+        if tensor is None:
+            continue
+        if len(tensor.shape) != dims or tensor.shape[0] != num_experts:
+            raise ValueError(
+                f"expert_linear: {name} is {[*tensor.shape]}, expected {dims} dimensions, of which "
+                f"the first is that of {num_experts} experts"
+            )
+        held[name] = TensorDesc(tensor.dtype, tuple(tensor.shape[1:]))
     if first_expert is not None and (
         tuple(first_expert.shape) != (1,) or first_expert.dtype != torch.int32
     ):
@@ -83,10 +94,19 @@ def describe_experts(*args: Any) -> LinearDesc:
             "expected torch.int32 [1]"
         )
     one = TensorDesc(weight.dtype, tuple(weight.shape[1:]))
-    if scale is not None:
-        scale = TensorDesc(scale.dtype, tuple(scale.shape[1:]))
-    desc = describe(x, one, None, call.x_scale, scale, call.out_dtype, call.activation)
-    return replace(desc, groups=num_experts)
+    scales, act = (call.x_scale, held["weight_scale"]), call.activation
+    if act is not None:
+        act, _ = read_spelled(act)
+        if act not in ACTIVATIONS:
+            expected = " or ".join(map(repr, ACTIVATIONS))
+            raise ValueError(f"expert_linear: the activation is {act!r}, expected {expected}")
+    stored = held["weight_zero"], call.weight_format
+    desc = describe(x, one, held["bias"], *scales, call.out_dtype, act, None, *stored)
+    return replace(desc, groups=num_experts, activation=call.activation or "")
+
+
+_OF_EXPERTS = {"weight_scale": 3, "bias": 2, "weight_zero": 3}
+"""The operands beside the weight that each expert has, and their dimensions."""
 
 
 def most_chosen(slots: Any, experts: Any) -> Any:
@@ -98,13 +118,23 @@ def most_chosen(slots: Any, experts: Any) -> Any:
     return sympy.Min(slots, experts)
 
 
+def why_not_read(desc: LinearDesc) -> str:
+    """Why Triton's kernel does not read weights of this format, or nothing."""
+    form = desc.format.stored
+    return why_not_stored(form) or why_not_words(form, desc.in_features)
+
+
 def _slots_refuse(desc: LinearDesc, rows: int, target: Target) -> str:
+    if reason := why_not_read(desc):
+        return reason
     if rows > MOST_UNSORTED:
         return f"{rows} tokens: an expert's weight is read once a token, up to {MOST_UNSORTED}"
     return ""
 
 
 def _sorted_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
+    if reason := why_not_read(desc):
+        return reason
     if desc.groups > plans.MOST_EXPERTS:
         return f"{desc.groups} experts > {plans.MOST_EXPERTS}: their offsets are one tile"
     return ""
@@ -114,6 +144,8 @@ def shape_of(desc: LinearDesc) -> ExpertShape:
     """The shape by which tables are found, of either layer of the experts."""
     inner = desc.out_features // 2 if desc.activation else desc.in_features
     kind = "fp8" if desc.format.scaled else "bfloat16"
+    if desc.format.stored:
+        kind = desc.weight_format
     return desc.groups, inner, "fp8 block" if desc.weight_format == "fp8 block" else kind
 
 
@@ -122,7 +154,7 @@ def _tile(desc: LinearDesc, tokens: int, top_k: int, is_sorted: bool) -> plans.T
     use for more rows than the fewest."""
     gated = bool(desc.activation)
     shape, counted = shape_of(desc), plans.counted_tokens(tokens)
-    itemsize = desc.format.dtype.itemsize
+    itemsize = (desc.dtype if desc.format.stored else desc.format.dtype).itemsize
     if itemsize <= 2 and (table := expert_tiles(shape, counted)):
         tuned = table.find(counted)
         tuned = tuned if is_sorted else replace(tuned, rows=16)
@@ -146,17 +178,19 @@ def plan_gemm(
         forced: this tile.
     """
     desc, call = describe_experts(*args), ExpertArgs(*args)
-    scheme = desc.weight_format.removeprefix("fp8 ") if desc.format.scaled else "none"
+    scheme = desc.weight_format.removeprefix("fp8 ") if desc.format.quantizes_x else "none"
     tokens, top_k = call.topk_ids.shape
-    size = call.weight.dtype.itemsize
+    size = (call.x if desc.format.stored else call.weight).dtype.itemsize
     if forced is not None:
         tile = plans.tuned_tile(forced, gated=bool(desc.activation))
     elif invariant:
         tile = plans.invariant_tile(size)
     else:
         tile = _tile(desc, tokens, top_k, by_expert is not None)
-    operands = (scheme, *call[:5], desc.dtype, desc.activation or None, call.first_expert)
-    return plans.expert_linear(*operands, by_expert, tile)
+    weight = plans.Weight(call.weight, *call[4:5], call.weight_zero, scheme, desc.format.stored)
+    epilogue = plans.Epilogue(call.bias, desc.activation or None, desc.dtype)
+    choice = plans.Chosen(call.topk_ids, call.first_expert, by_expert)
+    return plans.expert_linear(call.x, call.x_scale, weight, choice, epilogue, tile)
 
 
 def _plan_slots(*args: Any) -> Launches[Tensor]:

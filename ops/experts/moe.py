@@ -38,9 +38,13 @@ class Call(NamedTuple):
             by scales found in them, for groups of ``group_size``, 0 for whole rows.
         shared, shared_gate: as of ``combine_experts``.
         top_k, scoring, renormalize, num_groups, topk_groups, scaling: as of ``route``.
-        activation: "silu" or "gelu_tanh".
+        activation: as of ``expert_linear``.
         first_expert: as of ``expert_linear``: the result is the summand of one rank.
         float32_logits: the router's logits are not rounded to x's dtype.
+        router_bias: [num_experts], is added to the logits; as of ``linear``.
+        gate_up_bias, down_bias: as of ``expert_linear``.
+        gate_up_zero, down_zero, weight_format: as of ``expert_linear``; the format is that of both
+            layers, and their inputs are not quantized.
     """
 
     x: Tensor
@@ -64,6 +68,12 @@ class Call(NamedTuple):
     activation: str
     first_expert: Tensor | None = None
     float32_logits: bool = False
+    router_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    gate_up_zero: Tensor | None = None
+    down_zero: Tensor | None = None
+    weight_format: str | None = None
 
     @property
     def num_experts(self) -> Any:
@@ -77,9 +87,14 @@ class Call(NamedTuple):
 
     def scheme(self, input_scale: Any) -> Any:
         """How an input is quantized: by a static scale, in groups of this size, or not (None)."""
-        if self.gate_up_scale is None:
+        if not self.quantizes_x:
             return None
         return self.group_size if input_scale is None else input_scale
+
+    @property
+    def quantizes_x(self) -> bool:
+        """Whether the inputs of both layers are quantized."""
+        return self.gate_up_scale is not None and self.weight_format is None
 
     @property
     def routing(self) -> Routing:
@@ -94,17 +109,20 @@ class Call(NamedTuple):
         """The arguments of ``expert_linear`` for gate and up; ``x`` is a result of ``finish``."""
         scale = self._scale(x, self.gate_up_input_scale)
         dtype = None if scale is None else self.x.dtype
-        given = (dtype, self.activation, self.first_expert)
+        held = (self.gate_up_bias, self.gate_up_zero, self.weight_format)
+        given = (dtype, self.activation, self.first_expert, *held)
         return x[0], self.gate_up, ids, scale, self.gate_up_scale, *given
 
     def second(self, h: tuple[Any, ...], ids: Any) -> tuple[Any, ...]:
         """The arguments of ``expert_linear`` for down."""
         scale = self._scale(h, self.down_input_scale)
         dtype = None if scale is None else self.x.dtype
-        return h[0], self.down, ids, scale, self.down_scale, dtype, None, self.first_expert
+        given = (dtype, None, self.first_expert)
+        held = (self.down_bias, self.down_zero, self.weight_format)
+        return h[0], self.down, ids, scale, self.down_scale, *given, *held
 
     def _scale(self, made: tuple[Any, ...], input_scale: Any) -> Any:
-        if self.gate_up_scale is None:
+        if not self.quantizes_x:
             return None
         return made[1] if len(made) > 1 else input_scale
 
@@ -123,6 +141,12 @@ def check(call: Call) -> None:
             f"fused_moe: router_weight is {call.router_weight.dtype}, expected "
             f"{' or '.join(map(str, dtypes))}"
         )
+    bias = call.router_bias
+    if bias is not None and (tuple(bias.shape) != (experts,) or bias.dtype not in dtypes):
+        raise ValueError(
+            f"fused_moe: router_bias is {bias.dtype} {[*bias.shape]}, expected "
+            f"{' or '.join(map(str, dtypes))} [{experts}]"
+        )
     logits = TensorDesc(dtypes[-1], (x.shape[0], experts))
     check_route(logits, call.correction_bias, call.routing)
     ids = TensorDesc(torch.int32, (x.shape[0], call.top_k))
@@ -138,14 +162,15 @@ def check(call: Call) -> None:
         )
 
 
-def logits_of(call: Call, linear: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+def logits_of(call: Call, linear: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> Tensor:
     """The router's logits; ``linear`` is for those in x's dtype."""
-    x, weight = call.x, call.router_weight
+    x, weight, bias = call.x, call.router_weight, call.router_bias
     if not call.float32_logits or x.dtype == torch.float32:
-        return linear(x, weight)
-    if x.is_cuda and x.dtype == weight.dtype:
+        return linear(x, weight, bias)
+    if x.is_cuda and x.dtype == weight.dtype and bias is None:
         return torch.mm(x, weight.t(), out_dtype=torch.float32)
-    return torch.nn.functional.linear(x.float(), weight.float())
+    wide = None if bias is None else bias.float()
+    return torch.nn.functional.linear(x.float(), weight.float(), wide)
 
 
 def _described(x: Any, scheme: Any) -> tuple[Any, ...]:
@@ -240,9 +265,10 @@ def cost_of_call(call: Call) -> Cost:
     slots = num_tokens * call.top_k
     if call.first_expert is not None:  # the slots are spread over the ranks, as the experts are
         slots = slots * call.num_experts / call.num_routed
-    held = [t for t in call[3:7] if t is not None]
+    more = (call.gate_up_bias, call.down_bias, call.gate_up_zero, call.down_zero)
+    held = [t for t in (*call[3:7], *more) if t is not None]
     share = kernels.most_chosen(slots, call.num_experts)
-    beside = (call.router_weight, *call[2:3], *call[7:9], *call[10:12])
+    beside = (call.router_weight, call.router_bias, *call[2:3], *call[7:9], *call[10:12])
     read = call.x.nbytes + sum(t.nbytes for t in beside if t is not None)
     read += share * sum(t.nbytes for t in held) / call.num_experts
     inner = call.gate_up.shape[1] // 2

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 
 from ...config.expert_tables import ExpertTile
+from ...config.weight_format import StoredFormat
+from ..core.gate import read_spelled
 from ..core.launch import Launch, Launches
 from ..core.tiles import cdiv, dense_rows, next_power_of_2
+from .stored import bits_of, stored_constexprs, words_of
 
 MOST_EXPERTS = 1024
 _GROUP_M = 8
@@ -199,46 +202,74 @@ def _sort_by_counts(ids: Tensor, num_experts: int, by_expert: Sorted) -> list[La
     return [count, place]
 
 
+class Weight(NamedTuple):
+    """The weights of all experts of a layer: ``numbers`` [num_experts, rows, columns] as they are
+    held, with their scales and zero points.
+
+    ``scheme`` says what a scale belongs to where x has scales too: "tensor", "token" or "block";
+    else it is "none".  ``stored`` is the format of weights that are stored in one.
+    """
+
+    numbers: Tensor
+    scale: Tensor | None
+    zero: Tensor | None = None
+    scheme: str = "none"
+    stored: StoredFormat | None = None
+
+
+class Chosen(NamedTuple):
+    """What each token chose.  ``by_expert``: the sorted slots; None makes each slot a tile of its
+    own."""
+
+    topk_ids: Tensor
+    first_expert: Tensor | None
+    by_expert: Sorted | None
+
+
+class Epilogue(NamedTuple):
+    """What happens to sums: a bias of each expert, an activation, and the dtype of the result."""
+
+    bias: Tensor | None
+    activation: str | None
+    out_dtype: torch.dtype
+
+
 def expert_linear(
-    scheme: str,
     x: Tensor,
-    weight: Tensor,
-    topk_ids: Tensor,
     x_scale: Tensor | None,
-    weight_scale: Tensor | None,
-    out_dtype: torch.dtype,
-    activation: str | None,
-    first_expert: Tensor | None,
-    by_expert: Sorted | None,
+    weight: Weight,
+    chosen: Chosen,
+    epilogue: Epilogue,
     tile: Tile,
 ) -> Launches[Tensor]:
-    """The GEMM by itself.
-
-    Args:
-        scheme: what a scale belongs to: "tensor", "token" or "block"; "none" without scales.
-        by_expert: the sorted slots.  None makes each slot a tile of its own.
-    """
-    num_experts, rows, k = weight.shape
-    n = rows if activation is None else rows // 2
-    x, weight = dense_rows(x), dense_rows(weight)
+    """The GEMM by itself."""
+    numbers, topk_ids, by_expert = weight.numbers, chosen.topk_ids, chosen.by_expert
+    num_experts, rows, _ = numbers.shape
+    k = x.shape[1]
+    name, how = read_spelled(epilogue.activation or "")
+    n = rows // 2 if name else rows
+    x, numbers = dense_rows(x), words_of(dense_rows(numbers), weight.stored)
     num_slots = topk_ids.numel()
     # Slots of experts that are elsewhere are not written.
-    allocate = torch.empty if first_expert is None else torch.zeros
-    out = allocate((num_slots, n), dtype=out_dtype, device=x.device)
+    allocate = torch.empty if chosen.first_expert is None else torch.zeros
+    out = allocate((num_slots, n), dtype=epilogue.out_dtype, device=x.device)
     tiles_m = num_slots
     if by_expert is not None:
         tiles_m = min(num_slots, num_slots // tile.rows + num_experts)
-    scales = None if weight_scale is None else weight_scale.contiguous()
+    scales = None if weight.scale is None else bits_of(weight.scale.contiguous())
+    bias = None if epilogue.bias is None else epilogue.bias.contiguous()
     launch = Launch(
         kernel="experts:_expert_linear_kernel",
         grid=(tiles_m * cdiv(n, tile.columns),),
         args={
             "x_ptr": x,
             "x_scale_ptr": x_scale,
-            "weight_ptr": weight,
+            "weight_ptr": numbers,
             "weight_scale_ptr": scales,
+            "weight_zero_ptr": None if weight.zero is None else weight.zero.contiguous(),
+            "bias_ptr": bias,
             "ids_ptr": topk_ids.contiguous() if by_expert is None else None,
-            "first_ptr": first_expert,
+            "first_ptr": chosen.first_expert,
             "order_ptr": None if by_expert is None else by_expert.order,
             "offsets_ptr": None if by_expert is None else by_expert.offsets,
             "out_ptr": out,
@@ -249,8 +280,8 @@ def expert_linear(
             # The stride of a single row is arbitrary: pass 1, as if there were more rows.
             "x_scale_row": 1 if x_scale is None or x.shape[0] == 1 else x_scale.stride(0),
             "x_scale_group": 1 if x_scale is None else x_scale.stride(1),
-            "expert_stride": weight.stride(0),
-            "weight_stride": weight.stride(1),
+            "expert_stride": numbers.stride(0),
+            "weight_stride": numbers.stride(1),
             "expert_scales": 1 if scales is None else scales.stride(0),
             "scales_row": 1 if scales is None else scales.stride(1),
         },
@@ -258,8 +289,13 @@ def expert_linear(
             "SLOTS_A_ROW": topk_ids.shape[1] if x.shape[0] == topk_ids.shape[0] else 1,
             "NUM_EXPERTS": num_experts,
             "EXPERTS_BLOCK": next_power_of_2(num_experts),
-            "SCHEME": scheme,
-            "ACTIVATION": activation,
+            "SCHEME": weight.scheme,
+            **stored_constexprs(weight.stored, k),
+            "ACTIVATION": name or None,
+            "ALPHA": how.alpha,
+            "LIMIT": how.limit,
+            "UP_OFFSET": how.up_offset,
+            "INTERLEAVED": how.interleaved,
             "SWAPPED": tile.swapped,
             "WHOLE_STEPS": k % tile.depth == 0,
             "GROUP_M": tile.group,

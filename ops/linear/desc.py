@@ -14,6 +14,7 @@ import torch
 
 from ..core.desc import TensorDesc
 from ..core.float8 import E4M3
+from ..core.gate import name_of
 from ..norm.gated_act import ACTIVATIONS, PLAIN_ACTS
 from .formats import (
     BLOCK as BLOCK,
@@ -72,7 +73,7 @@ class LinearDesc:
 
 def columns_of(activation: str | None, out_features: Any) -> Any:
     """Columns of the result of a layer: half of its rows are ups if its activation is gated."""
-    return out_features // 2 if activation in ACTIVATIONS else out_features
+    return out_features // 2 if name_of(activation) in ACTIVATIONS else out_features
 
 
 def format_of(x: Any, weight: Any, x_scale: Any, weight_scale: Any) -> WeightFormat:

@@ -19,30 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.desc import Case, Cases, Cost, Draw, OpDesc, drawn
+from ..core.gate import PLAIN, Gate, read_spelled
 from ..core.launch import Launches
 from ..core.op import Implementation, SemanticOp, parameter, signed, triton
 from ..launches import activation as kernels
 from .quantize import ONE_STEP, SCHEMES, quantizing_op, schemes
-
-
-@dataclass(frozen=True)
-class Gate:
-    """Options of a gated activation beside ``act(gate) * up``, applied in this order.
-
-    Attributes:
-        alpha: the gate is multiplied by it inside of the logistic function.
-        limit: the gate is clamped from above and ``up`` on both sides, before all else; None: not.
-        up_offset: is added to ``up``.
-        interleaved: columns of a packed tensor are pairs of a gate and its ``up``, not two halves.
-    """
-
-    alpha: float = 1.0
-    limit: float | None = None
-    up_offset: float = 0.0
-    interleaved: bool = False
-
-
-PLAIN = Gate()
 
 
 def _check(gate_up: Tensor, up: Tensor | None, interleaved: bool = False) -> None:
@@ -161,10 +142,11 @@ PLAIN_ACTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def activate(y: Tensor, activation: str) -> Tensor:
-    """The activation of y, gated or not, in plain ATen."""
+    """The activation of y, gated or not, with the options of its text, in plain ATen."""
     if (plain := PLAIN_ACTS.get(activation)) is not None:
         return plain(y.float()).to(y.dtype)
-    return _gated(activation, y, None)
+    name, how = read_spelled(activation)
+    return _gated(name, y, None, *astuple(how))
 
 
 def _gated(activation: str, gate_up: Tensor, up: Tensor | None, *attributes: Any) -> Tensor:

@@ -64,6 +64,9 @@ def decode(tensor: Tensor) -> Array:
         codes = tensor.view(torch.uint8).numpy()
         magnitude = np.append(_E4M3, np.nan)[codes & 127]
         return np.where(codes & 128, -magnitude, magnitude)
+    if tensor.dtype == torch.float8_e8m0fnu:  # 255 is NaN (OCP Microscaling Formats, 5.4.1)
+        exponents = tensor.view(torch.uint8).numpy().astype(np.float64)
+        return np.where(exponents == 255, np.nan, 2.0 ** (exponents - 127))
     if tensor.dtype == torch.bfloat16:
         bits = tensor.view(torch.int16).numpy().astype(np.uint16).astype(np.uint32) << 16
         return bits.view(np.float32).astype(np.float64)

@@ -47,6 +47,24 @@ def gated(gate, up, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def gated_with(
+    gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr
+):  # fmt: skip
+    """``gated`` with options: both clamped, up with an offset, the gate times ALPHA inside."""
+    if LIMIT is not None:
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    if UP_OFFSET != 0:
+        up += UP_OFFSET
+    if ALPHA != 1:
+        return gate * logistic(ALPHA * gate) * up
+    else:
+        return gated(gate, up, ACTIVATION)
+
+
+@triton.jit
 def plain(x, ACTIVATION: tl.constexpr):
     """``act(x)`` in float32."""
     if ACTIVATION == "gelu":
@@ -85,16 +103,8 @@ def _gated_activation_kernel(
             up_ptr += row * up_row_stride
         gate = to_float32(tl.load(gate_ptr + cols, mask=mask, other=0.0))
         up = to_float32(tl.load(up_ptr + cols, mask=mask, other=0.0))
-    if LIMIT is not None:
-        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    if UP_OFFSET != 0:
-        up += UP_OFFSET
-    if not GATES:
-        out = plain(gate, ACTIVATION)
-    elif ALPHA != 1:
-        out = gate * logistic(ALPHA * gate) * up
+    if GATES:
+        out = gated_with(gate, up, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     else:
-        out = gated(gate, up, ACTIVATION)
+        out = plain(gate, ACTIVATION)
     tl.store(out_ptr + row * intermediate + cols, out.to(out_ptr.dtype.element_ty), mask=mask)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .activation import gated
+from .activation import gated_with
 from .dependent import start_next_and_wait, wait_for_previous
 from .float8 import to_float32
+from .stored import load_stored
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -149,6 +150,15 @@ def _outer(of_rows, of_cols, SWAPPED: tl.constexpr):
 
 
 @triton.jit
+def _along_columns(of_cols, SWAPPED: tl.constexpr):
+    """A number for each column, like a tile of sums."""
+    if SWAPPED:
+        return of_cols[:, None]
+    else:
+        return of_cols[None, :]
+
+
+@triton.jit
 def _add_step(total, x, w, x_scale, scales, start, SCHEME: tl.constexpr, SWAPPED: tl.constexpr):
     """``total`` plus the product of a step, which has scales of its own in the scheme "block"."""
     if SCHEME == "block":
@@ -189,17 +199,21 @@ def _expert_of_slot(slot, ids_ptr, first_ptr, NUM_EXPERTS: tl.constexpr):
 
 @triton.jit
 def _expert_linear_kernel(
-    x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, ids_ptr, first_ptr, order_ptr, offsets_ptr,
-    out_ptr, tiles_m, N, K, x_stride, x_scale_row, x_scale_group, expert_stride, weight_stride,
-    expert_scales, scales_row, SLOTS_A_ROW: tl.constexpr, NUM_EXPERTS: tl.constexpr,
-    EXPERTS_BLOCK: tl.constexpr, SCHEME: tl.constexpr, ACTIVATION: tl.constexpr,
-    SWAPPED: tl.constexpr, WHOLE_STEPS: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PROGRAMMATIC: tl.constexpr
+    x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, weight_zero_ptr, bias_ptr, ids_ptr, first_ptr,
+    order_ptr, offsets_ptr, out_ptr, tiles_m, N, K, x_stride, x_scale_row, x_scale_group,
+    expert_stride, weight_stride, expert_scales, scales_row, SLOTS_A_ROW: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, SCHEME: tl.constexpr,
+    STORED: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr, SWAPPED: tl.constexpr, WHOLE_STEPS: tl.constexpr,
+    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr
 ):  # fmt: skip
-    """out[slot] = x[slot // SLOTS_A_ROW] @ weight[expert of slot].T, scaled; with an ACTIVATION
-    N columns of ``act(gate) * up``, of weights with N rows of gate, then N of up.  Slots of experts
-    that are not here are left out.  Without ``order_ptr`` a tile is one slot: for so few that
-    sorting would take longer than reading the weight of an expert twice.
+    """out[slot] = x[slot // SLOTS_A_ROW] @ weight[expert of slot].T, scaled, plus a bias; with an
+    ACTIVATION N columns of ``act(gate) * up``, of weights with N rows of gate, then N of up, or
+    with pairs of both if INTERLEAVED.  STORED weights are dequantized in registers.  Slots of
+    experts that are not here are left out.  Without ``order_ptr`` a tile is one slot: for so few
+    that sorting would take longer than reading the weight of an expert twice.
     """
     wait_for_previous(PROGRAMMATIC)
     tiles_in_group = GROUP_M * tl.cdiv(N, BLOCK_N)
@@ -225,17 +239,26 @@ def _expert_linear_kernel(
     x_rows = slots // SLOTS_A_ROW
     x_at = x_ptr + x_rows.to(tl.int64)[:, None] * x_stride + depth[None, :]
     weight_ptr += expert.to(tl.int64) * expert_stride
-    gate_at = weight_ptr + read_cols.to(tl.int64)[:, None] * weight_stride + depth[None, :]
-    up_at = gate_at + N * weight_stride
+    gate_rows = 2 * read_cols if INTERLEAVED else read_cols
+    up_rows = gate_rows + (1 if INTERLEAVED else N)
+    gate_at = weight_ptr + gate_rows.to(tl.int64) * weight_stride
+    up_at = weight_ptr + up_rows.to(tl.int64) * weight_stride
     gate_scales = weight_scale_ptr
     up_scales = weight_scale_ptr
+    gate_zeros = weight_zero_ptr
+    up_zeros = weight_zero_ptr
     x_scales = x_scale_ptr
-    if SCHEME == "token" or SCHEME == "block":
+    if SCHEME != "none" or STORED is not None:
         unit: tl.constexpr = 128 if SCHEME == "block" else 1
-        x_scales = x_scale_ptr + x_rows * x_scale_row
         of_expert = weight_scale_ptr + expert.to(tl.int64) * expert_scales
-        gate_scales = of_expert + read_cols // unit * scales_row
-        up_scales = of_expert + (N + read_cols) // unit * scales_row
+        gate_scales = of_expert + gate_rows // unit * scales_row
+        up_scales = of_expert + up_rows // unit * scales_row
+    if weight_zero_ptr is not None:  # they lie like scales
+        of_expert = weight_zero_ptr + expert.to(tl.int64) * expert_scales
+        gate_zeros = of_expert + gate_rows * scales_row
+        up_zeros = of_expert + up_rows * scales_row
+    if SCHEME == "token" or SCHEME == "block":
+        x_scales = x_scale_ptr + x_rows * x_scale_row
     shape: tl.constexpr = (BLOCK_N, BLOCK_M) if SWAPPED else (BLOCK_M, BLOCK_N)
     total = tl.zeros(shape, dtype=tl.float32)
     up_total = tl.zeros(shape, dtype=tl.float32)
@@ -246,10 +269,22 @@ def _expert_linear_kernel(
         x_scale = 0.0
         if SCHEME == "block":
             x_scale = tl.load(x_scales + start // 128 * x_scale_group)
-        w = tl.load(gate_at + start, mask=inside, other=other)
+        if STORED is None:
+            w = tl.load(gate_at[:, None] + (start + depth)[None, :], mask=inside, other=other)
+        else:
+            w = load_stored(
+                gate_at, gate_scales, gate_zeros, start, K, x.dtype, STORED, BITS, GROUP, OFFSET,
+                WHOLE_STEPS, BLOCK_K
+            )  # fmt: skip
         total = _add_step(total, x, w, x_scale, gate_scales, start, SCHEME, SWAPPED)
         if ACTIVATION is not None:
-            w = tl.load(up_at + start, mask=inside, other=other)
+            if STORED is None:
+                w = tl.load(up_at[:, None] + (start + depth)[None, :], mask=inside, other=other)
+            else:
+                w = load_stored(
+                    up_at, up_scales, up_zeros, start, K, x.dtype, STORED, BITS, GROUP, OFFSET,
+                    WHOLE_STEPS, BLOCK_K
+                )  # fmt: skip
             up_total = _add_step(up_total, x, w, x_scale, up_scales, start, SCHEME, SWAPPED)
     if SCHEME == "tensor":
         scale = tl.load(x_scale_ptr) * tl.load(weight_scale_ptr + expert)
@@ -260,10 +295,15 @@ def _expert_linear_kernel(
         total *= _outer(x_scale, tl.load(gate_scales), SWAPPED)
         if ACTIVATION is not None:
             up_total *= _outer(x_scale, tl.load(up_scales), SWAPPED)
+    if bias_ptr is not None:
+        of_expert = bias_ptr + expert.to(tl.int64) * (N if ACTIVATION is None else 2 * N)
+        total += _along_columns(to_float32(tl.load(of_expert + gate_rows)), SWAPPED)
+        if ACTIVATION is not None:
+            up_total += _along_columns(to_float32(tl.load(of_expert + up_rows)), SWAPPED)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if ACTIVATION is not None:
         gate, up = total.to(dtype).to(tl.float32), up_total.to(dtype).to(tl.float32)
-        total = gated(gate, up, ACTIVATION)
+        total = gated_with(gate, up, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     if SWAPPED:
         total = tl.trans(total)
     out = out_ptr + slots.to(tl.int64)[:, None] * N + cols[None, :]

@@ -46,6 +46,16 @@ def moe(
     return ops.combine_experts(ops.expert_linear(h, down, ids), topk_weights)
 
 
+def biased(x: Tensor, flat: Tensor) -> Tensor:
+    """Biases of the router and of both layers, and gpt-oss's gate."""
+    router, gate_up, down = weights(flat)
+    of_router, of_gate_up, of_down = router[:, 0], gate_up[:, :, 1], down[:, :, 2]
+    topk_weights, ids = ops.route(ops.linear(x, router, of_router), None, TOP_K)
+    y = ops.expert_linear(x, gate_up, ids, bias=of_gate_up)
+    h = ops.silu_mul(y, None, 1.702, 0.3, 1.0, True)
+    return ops.combine_experts(ops.expert_linear(h, down, ids, bias=of_down), topk_weights)
+
+
 def shared(x: Tensor, flat: Tensor) -> Tensor:
     router, gate_up, down = weights(flat)
     topk_weights, ids = ops.route(ops.linear(x, router), None, TOP_K, "sigmoid", False, 2, 1, 2.5)

@@ -12,7 +12,7 @@ from tests.passes.graphs import capture, targets
 PASSES = ["fuse_gated_linear", "fuse_moe"]
 
 
-@pytest.mark.parametrize("model", [experts.moe, experts.shared, experts.fp8])
+@pytest.mark.parametrize("model", [experts.moe, experts.biased, experts.shared, experts.fp8])
 def test_they_become_one_op_and_no_bit_changes(model: experts.Model) -> None:
     x, flat = experts.inputs()
     gm = capture(model, x=x, flat=flat)
@@ -26,7 +26,7 @@ def test_they_become_one_op_and_no_bit_changes(model: experts.Model) -> None:
     assert torch.equal(got, model(x, flat))
 
 
-@pytest.mark.parametrize("model", [experts.moe, experts.shared, experts.fp8])
+@pytest.mark.parametrize("model", [experts.moe, experts.biased, experts.shared, experts.fp8])
 def test_an_activation_that_is_apart_joins_too(model: experts.Model) -> None:
     """As where ``fuse_gated_linear`` is off for the dtype."""
     x, flat = experts.inputs()

@@ -95,8 +95,10 @@ def _addmm(func: Any, given: dict[str, Any]) -> Any:
 
 @rule(_FW.expert_linear.default)
 def _expert_linear(func: Any, given: dict[str, Any]) -> Any:
-    x, weight, *others = given.values()
-    return _product(x, weight, None, -2, lambda x, w, b: func(x, w, *others))
+    def multiply(x: Any, weight: Any, bias: Any) -> Any:
+        return func(**{**given, "x": x, "weight": weight, "bias": bias})
+
+    return _product(given["x"], given["weight"], given["bias"], -2, multiply)
 
 
 @rule(_FW.combine_experts.default)
