@@ -23,10 +23,10 @@ from ..core.gate import Gate, spelled
 from ..core.op import Implementation, SemanticOp, dispatched, on_cpu, triton, with_defaults
 from ..core.target import Target
 from ..core.tiles import cdiv
+from ..linear.cases import FP8, GATED, PLAIN
 from ..linear.desc import LinearArgs, LinearDesc
 from ..linear.formats import quantize
 from ..linear.kernels import multiply
-from ..linear.linear import FP8, GATED, PLAIN
 from ..norm.gated_act import activate
 from ..norm.quantize import refuses_device
 from . import kernels as kernels

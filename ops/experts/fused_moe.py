@@ -22,8 +22,9 @@ from ..core.op import Implementation, SemanticOp, on_gpu, parameters_of, signed
 from ..core.target import Target
 from ..launches import experts as plans, route as route_plans
 from ..launches.stored import why_not_stored, why_not_words
+from ..linear.cases import GATED
 from ..linear.formats import quantize
-from ..linear.linear import GATED, OP as LINEAR
+from ..linear.linear import OP as LINEAR
 from ..norm.quantize import finish, refuses_device
 from . import csrc
 from .combine_experts import OP as COMBINE_EXPERTS

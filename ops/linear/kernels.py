@@ -32,7 +32,7 @@ from ..core.target import Target, here
 from ..launches import linear as tiled, linear_fp8 as tiled_fp8
 from ..launches.activation import gated_activation
 from ..launches.quant import quantize
-from . import _cublaslt as _cublaslt_linear, csrc as csrc
+from . import _cublaslt as _cublaslt_linear, csrc as csrc, lowbit
 from .desc import LinearArgs, LinearDesc, Shapes, describe_call, describe_shapes, shapes_of
 from .formats import WEIGHT_FORMATS, WeightFormat, dequantize
 
@@ -237,9 +237,27 @@ ACTIVATING = LinearKernel(
     "cuBLASLt with activation", _activating_refuses, _run_activating, fuses=True
 )
 LIBRARY = LinearKernel("cuBLAS", _library_refuses, library)
+LOW_BIT = LinearKernel(
+    "_linear_lowbit_kernel",
+    lowbit.tiled_refuses,
+    lowbit.run_tiled,
+    lowbit.plan_tiled,
+    fuses=True,
+    scaled=True,
+)
+LOW_BIT_ONCE = LinearKernel(
+    "_dequantize_kernel, cuBLAS",
+    lowbit.dequantizing_refuses,
+    lowbit.run_dequantizing,
+    lowbit.plan_dequantizing,
+    scaled=True,
+)
 DEQUANTIZING = LinearKernel("dequantize, cuBLAS", _dequantizing_refuses, _run_dequantizing)
 
-KERNELS = (STREAM, CLUSTER, ALGORITHM, TILED, ACTIVATING, LIBRARY, DEQUANTIZING)
+KERNELS = (
+    *(STREAM, CLUSTER, ALGORITHM, TILED, ACTIVATING, LIBRARY),
+    *(LOW_BIT, LOW_BIT_ONCE, DEQUANTIZING),
+)
 """Every kernel in order of preference: the first that does not refuse is chosen."""
 WITHOUT_CSRC = KERNELS[2:]
 UNMEASURED = KERNELS[3:]
@@ -354,6 +372,8 @@ def plan(*args: Any, kernels: tuple[LinearKernel, ...] = UNMEASURED) -> Launches
     desc, rows = describe_call(call)
     kernel = select(desc, rows, here(call.x.device), kernels).kernel
     launches, y = kernel.launches(*args) if kernel.launches else ([], _sums(call, desc))
+    if kernel.fuses and kernel.launches:
+        return launches, y
     more, y = plan_epilogue(y, *call.epilogue)
     return [*launches, *more], y
 

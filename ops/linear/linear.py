@@ -8,7 +8,7 @@ argument.  Which kernel runs follows from the description and the number of rows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,18 +18,20 @@ from torch import Tensor
 
 from ..core import rowwise as _rowwise
 from ..core.choice import Choice
-from ..core.desc import Case, Cost, Draw, OpDesc, TensorDesc, Tolerance, drawn
+from ..core.desc import Cost, OpDesc, TensorDesc
 from ..core.float8 import E4M3
 from ..core.launch import Launches
 from ..core.op import Implementation, SemanticOp, dispatched, on_cpu, on_gpu, triton, with_defaults
 from ..core.target import Target
-from ..core.tiles import cdiv
-from ..norm.gated_act import PLAIN_ACTS, activate
+from ..norm.gated_act import activate
 from ..norm.quantize import quantize_static, refuses_device
+from . import lowbit
+from .cases import PLAIN, cases
 from .desc import LinearArgs, LinearDesc, columns_of, describe
 from .kernels import (
     KERNELS,
     LIBRARY,
+    LOW_BIT,
     STREAM,
     WITHOUT_CSRC,
     Gemm,
@@ -136,6 +138,8 @@ def _choices_of_admitted(*args: Any) -> tuple[Choice, ...]:
 
 def _plan_tiled(*args: Any, invariant: bool = False) -> Launches[Tensor]:
     describe(*args)
+    if LinearArgs(*args).weight_format is not None:
+        return lowbit.plan_tiled(*args, invariant=invariant)
     launches, y = plan_tiled(*args, invariant=invariant)
     more, y = plan_epilogue(y, *LinearArgs(*args).epilogue)
     return [*launches, *more], y
@@ -186,10 +190,25 @@ def _library_refuses(desc: LinearDesc, call: OpDesc) -> str:
     return LIBRARY.refuses(desc, 1, Target.of(call))
 
 
+def _own_kernel(desc: LinearDesc) -> str:
+    """The kernel that was admitted with the weight's format, if there is one."""
+    kernels = [k for k in kernels_of(desc.weight_format) if k not in KERNELS]
+    return f"{kernels[0].name} is admitted for {desc.weight_format!r}" if kernels else ""
+
+
+def _low_bit_refuses(desc: LinearDesc, call: OpDesc) -> str:
+    """It is for the table's kernels of low-bit weights; those of a format go before them."""
+    return LOW_BIT.refuses(desc, 1, Target.of(call)) or _own_kernel(desc)
+
+
+def _tiled_refuses(desc: LinearDesc, call: OpDesc) -> str:
+    return lowbit.why_not_read(desc) if desc.format.stored else ""
+
+
 def _native_refuses(desc: LinearDesc, call: OpDesc) -> str:
     if desc.format.stored:
-        kernels = [k for k in kernels_of(desc.weight_format) if k not in KERNELS]
-        return f"{kernels[0].name} is admitted for {desc.weight_format!r}" if kernels else ""
+        serves = "" if _low_bit_refuses(desc, call) else f"{LOW_BIT.name} reads such weights"
+        return _own_kernel(desc) or serves
     return "FP8 operands: scaled_mm multiplies them" if desc.format.scaled else ""
 
 
@@ -204,140 +223,13 @@ def _torch_refuses(desc: LinearDesc, call: OpDesc) -> str:
 
 
 def _invariant_refuses(desc: LinearDesc, call: OpDesc) -> str:
-    return "an epilogue's kernel follows the number of rows" if desc.has_epilogue else ""
+    if desc.has_epilogue:
+        return "an epilogue's kernel follows the number of rows"
+    return ""
 
 
-@drawn
-def _cases(draw: Draw) -> Iterator[Case]:
-    dtype, randn = draw.dtype, draw.randn
-
-    def call(
-        label: str,
-        rows: tuple[int, ...],
-        n: int,
-        k: int,
-        bias: bool = False,
-        activation: str | None = None,
-        quantize: bool = False,
-    ) -> Case:
-        x = randn(*rows, k).to(dtype)
-        weight = (randn(n, k) * k**-0.5).to(dtype)
-        scale = 0.02 + draw.rand(1, 1) / 8 if quantize else None
-        rest = (randn(n).to(dtype) if bias else None, None, None, None, activation, scale)
-        return Case(label, (x, weight, *rest), _tolerances(activation, quantize))
-
-    yield call("one row", (1,), 96, 64)
-    yield call("bias", (5,), 128, 256, bias=True)
-    yield call("odd M, N, K", (19,), 37, 77, bias=True)
-    yield call("several row tiles", (150,), 160, 48)
-    yield call("three dimensions", (2, 3), 40, 32)
-    yield call("one feature", (3,), 1, 1, bias=True)
-    yield call("deep", (2,), 33, 1031)
-    yield call("no rows", (0,), 16, 32)
-    x, weight, *_ = call("", (6,), 64, 160).args
-    yield Case("slice of [6, 160]", (x[:, 32:96], weight[:, 32:96], None))
-    yield call("SiLU, one row", (1,), 2 * 96, 64, activation="silu")
-    yield call("GELU", (5,), 2 * 40, 256, activation="gelu_tanh")
-    yield call("SiLU with bias, odd M, I, K", (19,), 2 * 37, 77, bias=True, activation="silu")
-    yield call("SiLU, three dimensions", (2, 3), 2 * 40, 32, activation="silu")
-    yield call("SiLU, no rows", (0,), 2 * 16, 32, activation="silu")
-    yield from (call(f"{act}, odd M, N, K", (19,), 37, 77, True, act) for act in PLAIN_ACTS)
-    yield call("quantized", (7,), 48, 64, quantize=True)
-    yield call("GELU, quantized", (3,), 2 * 24, 64, activation="gelu_tanh", quantize=True)
-    yield from _fp8_cases(draw)
-    if draw.device.type == "cuda":  # large enough for the streaming kernel, too large to interpret
-        yield call("1 row, 8 MiB", (1,), 2048, 2048, bias=True)
-        yield call("odd N, 7 rows", (7,), 4099, 1088)
-        yield call("13 rows", (13,), 6144, 1024, bias=True)
-        yield call("31 rows of three dimensions", (1, 31), 30001, 192)
-        yield call("33 rows", (33,), 2048, 2048)
-        x, weight, bias, *_ = call("", (9,), 2048, 2304, bias=True).args
-        yield Case("slice of [9, 2304]", (x[:, 128:2176], weight[:, 128:2176], bias))
-        yield call("SiLU, 1 row, 16 MiB", (1,), 2 * 2048, 2048, activation="silu")
-        yield call("GELU, odd I, 7 rows", (7,), 2 * 2053, 1088, activation="gelu_tanh")
-        yield call("SiLU, 13 rows", (1, 13), 2 * 3072, 1024, bias=True, activation="silu")
-        yield call("SiLU, 32 rows", (32,), 2 * 15001, 192, activation="silu")
-        yield call("SiLU, 33 rows", (33,), 2 * 2048, 2048, activation="silu")
-        for activation in PLAIN_ACTS:
-            yield call(f"{activation}, 7 rows", (7,), 4099, 1088, True, activation)
-        yield call("quantized, 5 rows", (5,), 4096, 2048, bias=True, quantize=True)
-
-
-def _fp8_cases(draw: Draw) -> Iterator[Case]:
-    dtype = draw.dtype
-
-    def scales(rows: int, columns: int) -> Tensor:
-        return 0.5 + draw.rand(rows, columns)
-
-    def values(rows: int, columns: int, size: float) -> Tensor:
-        return (draw.randn(rows, columns) * size).clamp(-448, 448).to(E4M3)
-
-    def calls(label: str, m: int, n: int, k: int, bias: bool = False) -> Iterator[Case]:
-        x, weight = values(m, k, 1.0), values(n, k, 100.0)
-        groups, unit = cdiv(k, 128), 100.0 * k**0.5
-        added = draw.randn(n).to(dtype) if bias else None
-        for scheme, x_scale, weight_scale in (
-            ("tensor", scales(1, 1), scales(1, 1)),
-            ("token", scales(m, 1), scales(n, 1)),
-            ("block", scales(groups, m).t(), scales(cdiv(n, 128), groups)),
-        ):
-            args = (x, weight, added, x_scale, weight_scale / unit, dtype, None, None)
-            yield Case(f"{label}, FP8 {scheme}", args, FP8)
-
-    def gated(label: str, m: int, n: int, k: int, activation: str = "silu") -> Iterator[Case]:
-        """Cases whose gates and ups are a few times the scale of the result."""
-        x, weight = values(m, k, 100.0), values(2 * n, k, 100.0)
-        out_scale = 0.05 + scales(1, 1) / 100
-        for scheme, rows in (("tensor", (1, 1)), ("token", (m, 2 * n))):
-            x_scale, weight_scale = (scales(count, 1) / 100 for count in rows)
-            how = (x_scale, weight_scale * k**-0.5, dtype, activation, out_scale)
-            yield Case(f"{label}, FP8 {scheme}", (x, weight, None, *how), FP8_GATED)
-
-    yield from calls("few rows", 3, 96, 512)
-    yield from calls("one row", 1, 144, 128)
-    yield from calls("bias", 20, 256, 1024, bias=True)
-    yield from calls("odd M, N, K", 19, 37, 77, bias=True)
-    yield from calls("several tiles", 150, 272, 640)
-    yield from calls("no rows", 0, 16, 512)
-    if draw.device.type == "cuda":
-        yield from calls("one row of Llama-3-8B", 1, 4096, 4096)
-        yield from calls("deep", 70, 512, 14336, bias=True)
-    yield from gated("SiLU, few rows", 3, 48, 512)
-    yield from gated("GELU, one row", 1, 72, 128, "gelu_tanh")
-    yield from gated("SiLU, odd M, I, K", 19, 37, 77)
-    yield from gated("SiLU, no rows", 0, 16, 512)
-    if draw.device.type == "cuda":  # large enough for the streaming kernel
-        yield from gated("SiLU, 1 row, 16 MiB", 1, 4096, 2048)
-        yield from gated("GELU, 7 rows, odd I", 7, 4104, 1152, "gelu_tanh")
-        yield from gated("SiLU, 33 rows", 33, 4096, 2048)
-
-
-PLAIN = {
-    torch.float32: Tolerance(1e-5, 1e-5),
-    torch.bfloat16: Tolerance(1e-2, 1.6e-2),
-    # cuBLAS may reduce split-K partial sums in float16.
-    torch.float16: Tolerance(5e-3, 5e-3),
-}
-GATED = {
-    # Products of two results, each off by a rounding.
-    torch.float32: Tolerance(3e-5, 3e-5),
-    torch.bfloat16: Tolerance(3e-2, 3.2e-2),
-    torch.float16: Tolerance(1e-2, 1e-2),
-}
-FP8 = {
-    # Results are sums of up to 5, from partial sums that tensor cores hold to 14 bits.
-    torch.float32: Tolerance(4e-3, 1e-3),
-    torch.bfloat16: Tolerance(1e-2, 1.6e-2),
-    torch.float16: Tolerance(6e-3, 3e-3),
-}
-# In units of out_scale: gate and up of a few units, each off by what tensor cores drop.
-FP8_GATED = {**FP8, E4M3: Tolerance(0.5, 2.0**-3)}
-
-
-def _tolerances(activation: str | None, quantize: bool) -> dict[torch.dtype, Tolerance]:
-    """Tolerances of the cases; a quantized result may be off by one FP8 value."""
-    found = PLAIN if activation is None else GATED
-    return {**found, E4M3: Tolerance(0.5, 2.0**-3)} if quantize else found
+def _invariant_tiles_refuse(desc: LinearDesc, call: OpDesc) -> str:
+    return _invariant_refuses(desc, call) or _tiled_refuses(desc, call)
 
 
 def _cost(call: OpDesc) -> Cost:
@@ -357,28 +249,30 @@ def _cost(call: OpDesc) -> Cost:
 
 
 def _by_table(
-    name: str, kernels: Any, why_not: Callable[[LinearDesc, OpDesc], str]
+    name: str, kernels: Any, why_not: Callable[[LinearDesc, OpDesc], str], stored: bool = False
 ) -> Implementation:
     """The implementation for which the table selects among these kernels."""
     run, selects = _with_defaults(runner(kernels)), _with_defaults(chooser(kernels))
-    return on_gpu(name, run, _supports(why_not), launches=_with_defaults(plan), selects=selects)
+    supports = _supports(why_not, stored=stored)
+    return on_gpu(name, run, supports, launches=_with_defaults(plan), selects=selects)
 
 
 OP = SemanticOp(
     reference=linear,
     fake=_fake,
-    cases=_cases,
+    cases=cases,
     cost=_cost,
     # cuBLAS is faster than a plain Triton GEMM at every shape, so "triton" comes after the library.
     implementations=(
         _by_table("skinny", KERNELS, _skinny_refuses),
         _by_table("library", WITHOUT_CSRC, _library_refuses),
+        _by_table("low_bit", KERNELS, _low_bit_refuses, stored=True),
         Implementation("native", linear, _supports(_native_refuses, stored=True), inline=True),
         Implementation("scaled_mm", _with_defaults(_torch), _supports(_torch_refuses)),
-        triton(_with_defaults(_plan_tiled), _supports(lambda desc, call: "")),
+        triton(_with_defaults(_plan_tiled), _supports(_tiled_refuses, stored=True)),
         triton(
             _with_defaults(_plan_invariant),
-            _supports(_invariant_refuses),
+            _supports(_invariant_tiles_refuse, stored=True),
             name="invariant",
             opt_in=True,
         ),

@@ -11,52 +11,93 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.constexpr_function
+def _lop3(mask: int, bits: int) -> str:
+    # The last constant is the truth table of (a & b) ^ c: (0xF0 & 0xCC) ^ 0xAA.
+    return f"lop3.b32 $0, $1, {mask}, {bits}, 0x6A;"
+
 
 @triton.jit
-def number_of(words, zero, FIELD: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr):
-    """``field - zero`` of every word in float32, exact; ``zero`` is float32 and broadcasts.
+def _and_xor(words, MASK: tl.constexpr, BITS: tl.constexpr):
+    """``(words & MASK) ^ BITS`` in one instruction, where the compiler takes two: an instruction
+    has room for one constant, and it does not put the other into a register by itself."""
+    if _INTERPRETED:
+        return (words & MASK) ^ BITS
+    else:
+        return tl.inline_asm_elementwise(
+            _lop3(MASK, BITS),
+            "=r,r",
+            [words],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
 
-    KIND: "unsigned", "signed" (two's complement), or "e2m1", which has no zero point: 4 bits are a
+
+@triton.jit
+def number_of(
+    words, FIELD: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr
+):
+    """``field - OFFSET`` of every word in float32, exact.
+
+    KIND: "unsigned", "signed" (two's complement), or "e2m1", which has no offset: 4 bits are a
     sign, two bits of exponent and one of mantissa (OCP Microscaling Formats, section 5.3.3).
     """
     HALF: tl.constexpr = 16 // BITS
-    if FIELD >= HALF:  # a float's mantissa has room for the low half of a word
+    PLACE: tl.constexpr = BITS * (FIELD % HALF)
+    if FIELD >= HALF:  # a mantissa has room for the low half of a word
         words = words >> 16
     if KIND == "e2m1":
         # Exponent and mantissa in their places of a float mean the value times 2^-126.
-        PLACE: tl.constexpr = BITS * (FIELD % HALF)
         size = (words << (22 - PLACE)) & 0x01C00000
         sign = (words << (28 - PLACE)) & -0x80000000
         return (size | sign).to(tl.float32, bitcast=True) * 8.507059173023462e37
     else:
-        FIRST: tl.constexpr = BITS * (FIELD % HALF)
-        UNIT: tl.constexpr = 127 + 23 - FIRST  # the exponent with which that bit counts 1
-        MASK: tl.constexpr = (2**BITS - 1) << FIRST
+        EXPONENT: tl.constexpr = 127 + 23 - PLACE  # with it, the bit at PLACE counts 1
+        MASK: tl.constexpr = (2**BITS - 1) << PLACE
         MIDDLE: tl.constexpr = 2 ** (BITS - 1) if KIND == "signed" else 0
-        bits = (words & MASK) ^ ((UNIT << 23) | (MIDDLE << FIRST))
-        return bits.to(tl.float32, bitcast=True) - (zero + (2 ** (23 - FIRST) + MIDDLE))
+        bits = _and_xor(words, MASK, (EXPONENT << 23) | (MIDDLE << PLACE))
+        return bits.to(tl.float32, bitcast=True) - (2.0 ** (23 - PLACE) + MIDDLE + OFFSET)
+
+
+@triton.jit
+def scaled_number_of(
+    words, zero, scale, FIELD: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
+    OFFSET: tl.constexpr
+):  # fmt: skip
+    """``(field - OFFSET - zero) * scale`` in float32, both of which broadcast or are None."""
+    number = number_of(words, FIELD, BITS, KIND, OFFSET)
+    if zero is not None:
+        number -= zero
+    if scale is not None:
+        number *= scale
+    return number
 
 
 @triton.jit
 def numbers_of(
-    words, zero, scale, FIELDS: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
-    dtype: tl.constexpr, FIRST: tl.constexpr = 0, STEP: tl.constexpr = 1
+    words, zero, scale, dtype: tl.constexpr, FIELDS: tl.constexpr, BITS: tl.constexpr,
+    KIND: tl.constexpr, OFFSET: tl.constexpr, FIRST: tl.constexpr = 0, STEP: tl.constexpr = 1
 ):  # fmt: skip
-    """The numbers of words [rows, words] as columns in order, [rows, words * 32 / BITS], times
-    ``scale`` unless that is None; ``zero`` and ``scale`` broadcast against the words.
+    """The numbers of words [rows, words] as columns in order, [rows, words * 32 / BITS].
 
-    FIELDS: the field that holds each column of a word, a hexadecimal digit each, the first lowest.
-    FIRST, STEP: of every STEP columns the one at FIRST is made; callers leave them.
+    ``zero`` and ``scale`` are None or broadcast against the words.  FIELDS: the field that holds
+    each column of a word, a hexadecimal digit each, the first lowest.  FIRST, STEP: of every STEP
+    columns, the one at FIRST is made; callers leave them.
     """
     if STEP * BITS == 32:
         FIELD: tl.constexpr = (FIELDS >> (4 * FIRST)) & 15
-        made = number_of(words, zero, FIELD, BITS, KIND)
-        if scale is not None:
-            made *= scale
-        return made.to(dtype)
+        return scaled_number_of(words, zero, scale, FIELD, BITS, KIND, OFFSET).to(dtype)
     else:
-        even = numbers_of(words, zero, scale, FIELDS, BITS, KIND, dtype, FIRST, 2 * STEP)
-        odd = numbers_of(words, zero, scale, FIELDS, BITS, KIND, dtype, FIRST + STEP, 2 * STEP)
+        even = numbers_of(
+            words, zero, scale, dtype, FIELDS, BITS, KIND, OFFSET, FIRST, 2 * STEP
+        )  # fmt: skip
+        odd = numbers_of(
+            words, zero, scale, dtype, FIELDS, BITS, KIND, OFFSET, FIRST + STEP, 2 * STEP
+        )  # fmt: skip
         return tl.interleave(even, odd)
 
 

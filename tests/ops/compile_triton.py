@@ -18,8 +18,11 @@ import triton
 import triton.language as tl
 
 from fusewright.config.arch import HOPPER
+from fusewright.config.weight_format import STORED_FORMATS
 from fusewright.ops import ALL_OPS, BY_NAME, KernelTable, Launch, Variant, variants_of
 from fusewright.ops.core._triton_compile import compile_variant
+from fusewright.ops.linear import lowbit
+from fusewright.ops.linear.formats import dtype_of
 from fusewright.ops.triton_kernels.dependent import prefetch, start_next_and_wait, wait_for_previous
 
 SM = 90
@@ -155,6 +158,23 @@ def large_launches() -> Iterator[Needed]:
         calls += [
             ("linear", linears(scheme, *shape)) for shape in ((64, 28672, 4096), (128, 4096, 14336))
         ]
+
+    def low_bit(name: str, rows: int, n: int, k: int, act: str | None = None) -> tuple[Any, ...]:
+        tensors = {
+            argument: empty(*tensor.shape(n, k), dtype=dtype_of(tensor))
+            for argument, tensor in STORED_FORMATS[name].tensors.items()
+        }
+        optional = tensors.get("weight_zero"), name, tensors.get("weight_row_scale")
+        weight = tensors["weight"], None, None, tensors["weight_scale"], None
+        return empty(rows, k), *weight, act, None, *optional
+
+    shapes = [("int4_g128", 1, 28672, 4096, "silu"), ("int4_zero_g32", 16, 4096, 4096, None)]
+    shapes += [("int4_g128", rows, 4096, 14336, None) for rows in (32, 64, 128, 256)]
+    shapes += [(name, 2, 4096, 4096, None) for name in ("mxfp4", "nvfp4", "int8_channel")]
+    calls += [("linear", low_bit(*shape)) for shape in shapes]
+    for shape in shapes[1], shapes[-1], shapes[-2]:
+        for launch in lowbit.plan_dequantizing(*low_bit(*shape))[0]:
+            yield Needed("linear", "the numbers of a weight", torch.bfloat16, launch)
     for name, args in calls:
         describe = BY_NAME[name].implementation("triton").launches
         assert describe is not None

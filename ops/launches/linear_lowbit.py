@@ -1,0 +1,232 @@
+"""Describes the launches of GEMMs by low-bit weights.
+
+``why_not`` says which stored formats the kernels read: those whose integers lie in words along the
+columns of each row.  Tiles and splits follow from rows, columns and groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...config.weight_format import E2M1, StoredFormat, StoredTensor
+from ..core.counters import counters
+from ..core.launch import Launch, Launches
+from ..core.tiles import cdiv, dense_rows, next_power_of_2
+from .linear_fp8 import Tile, splits_of
+
+# Row tiles walked before the next column tile, so that weight tiles stay in L2.
+_GROUP_M = 8
+# Lines of each row of a weight tile that are fetched into L2 while the kernel ahead still runs.
+_LINES_AHEAD = 2
+_BITS = (4, 8)
+# By most rows of x.  None of these tiles has run on a GPU; their shapes are those of the FP8 GEMM.
+_TILES = {
+    16: Tile(16, 64, 128, stages=6, swapped=True, least_steps=4, an_sm=3),
+    32: Tile(32, 64, 128, stages=5, swapped=True, least_steps=4, an_sm=3),
+    64: Tile(64, 64, 128, swapped=True, least_steps=8),
+    128: Tile(128, 64, 128, warps=8, swapped=True, least_steps=8, an_sm=1),
+    1 << 62: Tile(128, 128, 64, warps=8, swapped=True, stages=3),
+}
+# For float32, which runs on the plain cores.
+_WIDE = Tile(32, 32, 32, swapped=True)
+# One tile whatever the number of rows, unsplit, so that a row's sum does not depend on others.
+_INVARIANT = Tile(64, 64, 128, swapped=True)
+_BY_FIELD_ROWS = 32
+"""Up to so many rows, a step multiplies one field of all words at a time."""
+_DEQUANTIZED_ROWS, _DEQUANTIZED_WORDS = 16, 64
+
+
+@dataclass(frozen=True)
+class LowBit:
+    """The tensors of a weight that is stored in words.
+
+    Attributes:
+        stored: the format.
+        weight, scale, zero, row_scale: as of ``StoredFormat.tensors``.
+    """
+
+    stored: StoredFormat
+    weight: Tensor
+    scale: Tensor
+    zero: Tensor | None = None
+    row_scale: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns) of the weight."""
+        return self.weight.shape[0], self.weight.shape[1] * self.stored.weight.packed
+
+    def fits(self) -> bool:
+        """Whether the weight can be read as words where it lies."""
+        w = self.weight
+        aligned = w.data_ptr() % 4 == 0 and w.stride(0) * w.itemsize % 4 == 0
+        return w.stride(1) == 1 and aligned
+
+    def operands(self) -> dict[str, Any]:
+        """The kernels' arguments of the weight."""
+        words = self.weight if self.weight.itemsize == 4 else self.weight.view(torch.int32)
+        scale, zero = self.scale, self.zero
+        if scale.dtype == torch.float8_e8m0fnu:
+            scale = scale.view(torch.uint8)
+        row, group = _strides(self.stored.scale, scale)
+        zero_row, zero_group = (None, None)
+        if zero is not None and self.stored.zero is not None:
+            zero_row, zero_group = _strides(self.stored.zero, zero)
+        return {
+            "weight_ptr": words,
+            "weight_stride": words.stride(0),
+            "scale_ptr": scale,
+            "scale_row_stride": row,
+            "scale_group_stride": group,
+            "zero_ptr": zero,
+            "zero_row_stride": zero_row,
+            "zero_group_stride": zero_group,
+            "row_scale_ptr": self.row_scale,
+        }
+
+    def constants(self) -> dict[str, Any]:
+        """What the format fixes in the kernels' code."""
+        stored, weight = self.stored, self.stored.weight
+        kind = "e2m1" if stored.values else "signed" if weight.signed else "unsigned"
+        return {
+            "ZERO_OFFSET": float(stored.zero_offset),
+            "FIELDS": _fields(weight),
+            "BITS": weight.bits,
+            "KIND": kind,
+            "OFFSET": 0 if stored.zero or stored.values else stored.offset,
+            "GROUP": stored.scale.unit[1] or self.shape[1],
+        }
+
+
+def _strides(tensor: StoredTensor, held: Tensor) -> tuple[int, int]:
+    """Steps in memory to the next row's and the next group's number."""
+    return held.stride(tensor.dim(0)), held.stride(tensor.dim(1))
+
+
+def _fields(weight: StoredTensor) -> int:
+    """The field that holds each column of a word, a hexadecimal digit each, the first lowest."""
+    an_element = weight.packed
+    order = (weight.packing.order if weight.packing else ()) or tuple(range(an_element))
+    columns = range(32 // weight.bits)
+    fields = [c // an_element * an_element + order.index(c % an_element) for c in columns]
+    return sum(field << (4 * column) for column, field in enumerate(fields))
+
+
+def why_not(stored: StoredFormat, in_features: int) -> str:
+    """Why the kernels do not read weights of a format with so many columns; "" if they do."""
+    return next(_reasons(stored, in_features), "")
+
+
+def _reasons(stored: StoredFormat, in_features: int) -> Iterator[str]:
+    weight, group = stored.weight, stored.scale.unit[1]
+    a_word = 32 // weight.bits
+    if stored.x_dtype:
+        yield f"x is quantized to {stored.x_dtype}: reads floating-point x"
+    if weight.bits not in _BITS:
+        yield f"{weight.bits} bits a number: reads {' or '.join(map(str, _BITS))}"
+    if weight.dtype not in ("int8", "uint8", "int32"):
+        yield f"the weight is of {weight.dtype}: reads bytes or words of 32 bits"
+    if weight.transposed or (weight.packing and weight.packing.along != "columns"):
+        yield "a row's neighbours are not side by side in memory"
+    if stored.values and tuple(stored.values) != E2M1:
+        yield "the values of its integers are not those of E2M1"
+    if in_features % a_word or group % a_word:
+        yield f"in_features {in_features} in groups of {group}: expected multiples of {a_word}"
+    if stored.scale.unit[0] != 1:
+        yield f"{stored.scale.unit[0]} rows share a scale, expected 1"
+    if stored.zero is not None and stored.zero.packing is not None:
+        yield "zero points are packed"
+
+
+def tile_of(m: int, itemsize: int) -> Tile:
+    """The tile for ``m`` rows of x, whose numbers have ``itemsize`` bytes."""
+    if itemsize > 2:
+        return _WIDE
+    return next(tile for most, tile in _TILES.items() if m <= most)
+
+
+def linear(
+    x: Tensor,
+    weight: LowBit,
+    bias: Tensor | None,
+    activation: str | None,
+    *,
+    invariant: bool = False,
+) -> Launches[Tensor]:
+    """``invariant``: a row has the same bits whatever the other rows are."""
+    n, k = weight.shape
+    gates = activation in ("silu", "gelu_tanh")
+    width = n // 2 if gates else n
+    out = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
+    rows = dense_rows(x).reshape(-1, k)
+    m, constants = rows.shape[0], weight.constants()
+    tile = tile_of(m, x.dtype.itemsize)
+    if invariant and x.dtype.itemsize <= 2:
+        tile = _INVARIANT
+    by_field = m <= _BY_FIELD_ROWS and not invariant and x.dtype.itemsize <= 2
+    splits = 1 if invariant else splits_of(tile, m, n, k)
+    tiles = cdiv(m, tile.rows) * cdiv(n, tile.columns)
+    arrived, partial = counters(x.device), None  # asked for always: a capture may come next
+    if splits > 1:
+        numel = tiles * splits * tile.rows * tile.columns
+        partial = torch.empty(numel, dtype=torch.float32, device=x.device)
+    group = constants["GROUP"]
+    scaling = "sums" if group == k else "words" if group % tile.depth else "numbers"
+    if scaling == "numbers" and by_field:  # few sums, which are rounded less
+        scaling = "steps"
+    launch = Launch(
+        kernel="linear_lowbit:_linear_lowbit_kernel",
+        grid=(tiles * splits,),
+        args={
+            "x_ptr": rows,
+            "x_stride": rows.stride(0) if m > 1 else k,
+            **weight.operands(),
+            "bias_ptr": bias,
+            "out_ptr": out,
+            "partial_ptr": partial,
+            "counter_ptr": None if partial is None else arrived,
+            "M": m,
+            "N": n,
+            "K": k,
+            "splits": splits,
+        },
+        constexprs={
+            **constants,
+            "SCALING": scaling,
+            "ACTIVATION": activation,
+            "GATES": gates,
+            "SWAPPED": tile.swapped,
+            "BY_FIELD": by_field,
+            "WHOLE_STEPS": k % tile.depth == 0,
+            "GROUP_M": _GROUP_M,
+            "BLOCK_M": tile.rows,
+            "BLOCK_N": tile.columns,
+            "BLOCK_K": tile.depth,
+            "AHEAD": _LINES_AHEAD,
+        },
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        dynamic=("M", "splits"),
+    )
+    return [launch], out
+
+
+def dequantize(weight: LowBit, dtype: torch.dtype) -> Launches[Tensor]:
+    """The weight's numbers, [rows, columns] of ``dtype``."""
+    n, k = weight.shape
+    out = torch.empty((n, k), dtype=dtype, device=weight.weight.device)
+    words = min(next_power_of_2(k * weight.stored.weight.bits // 32), _DEQUANTIZED_WORDS)
+    columns = words * 32 // weight.stored.weight.bits
+    launch = Launch(
+        kernel="linear_lowbit:_dequantize_kernel",
+        grid=(cdiv(n, _DEQUANTIZED_ROWS) * cdiv(k, columns),),
+        args={**weight.operands(), "out_ptr": out, "N": n, "K": k},
+        constexprs={**weight.constants(), "ROWS": _DEQUANTIZED_ROWS, "WORDS": words},
+        num_warps=4,
+    )
+    return [launch], out

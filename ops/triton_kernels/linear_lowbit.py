@@ -1,0 +1,205 @@
+"""A tiled GEMM by low-bit weights, which become floats in registers, and their plain conversion.
+
+The weight is read as it is stored: words of 32 bits along the columns of each row, with a scale,
+and perhaps a zero point, for a group of columns.  Up to some rows of x, the columns of a step are
+summed field by field, so that a thread multiplies the numbers of the words that it has; the columns
+of x are put in that order.  With more rows, the numbers are put in the order of x.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .activation import gated, plain
+from .dependent import prefetch, wait_for_previous
+from .groups import Rows, Scales
+from .lowbit import numbers_of, scales_in_float32
+from .splits import first_of_tile, sum_of_splits
+
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _mma(w, x, total, SWAPPED: tl.constexpr):
+    """``total`` plus x @ w.T; both transposed if SWAPPED."""
+    if _INTERPRETED:  # it holds bfloat16 as integers and would multiply those
+        x = x.to(tl.float32)
+        w = w.to(tl.float32)
+    if SWAPPED:
+        return tl.dot(w, tl.trans(x), total, input_precision="ieee")
+    else:
+        return tl.dot(x, tl.trans(w), total, input_precision="ieee")
+
+
+@triton.jit
+def _by_field(tile, PER_WORD: tl.constexpr):
+    """The columns of a tile [rows, columns], those of each field of the words together."""
+    WORDS: tl.constexpr = tile.shape[1] // PER_WORD
+    by_word = tl.reshape(tile, (tile.shape[0], WORDS, PER_WORD))
+    return tl.reshape(tl.permute(by_word, (0, 2, 1)), (tile.shape[0], WORDS * PER_WORD))
+
+
+@triton.jit
+def _linear_lowbit_kernel(
+    x: Rows, weight: Rows, scale: Scales, zero: Scales, row_scale_ptr, bias_ptr, out_ptr,
+    partial_ptr, counter_ptr, M, N, K, splits, ZERO_OFFSET: tl.constexpr, FIELDS: tl.constexpr,
+    BITS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr, GROUP: tl.constexpr,
+    SCALING: tl.constexpr, ACTIVATION: tl.constexpr, GATES: tl.constexpr, SWAPPED: tl.constexpr,
+    BY_FIELD: tl.constexpr, WHOLE_STEPS: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, PROGRAMMATIC: tl.constexpr
+):  # fmt: skip
+    """out = act(x @ ((field - zero) * scale * row_scale).T + bias).
+
+    A scale is for GROUP columns.  SCALING: what is multiplied by it: the "sums" of whole rows;
+    those of "steps", or their "numbers", where steps divide groups; or numbers by "words", of
+    which groups are made.  GATES: the weight's rows are gates, then ups; a tile has them by turns.
+    With ``partial_ptr``, ``splits`` programs share a tile's depth.  AHEAD: lines of 128 bytes of
+    each row of a weight tile that are fetched into L2 while the kernel ahead still runs.
+    """
+    PER_WORD: tl.constexpr = 32 // BITS
+    WORDS: tl.constexpr = BLOCK_K // PER_WORD
+    tile, split = tl.program_id(0), 0
+    if partial_ptr is not None:
+        split = tile % splits
+        tile = tile // splits
+    first_row, first_col = first_of_tile(tile, M, N, GROUP_M, BLOCK_M, BLOCK_N)
+    rows = first_row + tl.arange(0, BLOCK_M)
+    cols = first_col + tl.arange(0, BLOCK_N)
+    # Rows and columns outside are read as the last ones, and not written.
+    read_rows = tl.minimum(rows, M - 1).to(tl.int64)
+    of_weight = tl.minimum(cols, N - 1)
+    if GATES:
+        of_weight = of_weight % 2 * (N // 2) + of_weight // 2
+    read_cols = of_weight.to(tl.int64)
+    weight_rows = weight.ptr + read_cols[:, None] * weight.stride
+    steps = tl.cdiv(K, BLOCK_K)
+    first, last = 0, steps
+    if partial_ptr is not None:
+        first = steps * split // splits
+        last = steps * (split + 1) // splits
+    if PROGRAMMATIC:
+        line = tl.minimum(first * WORDS + tl.arange(0, AHEAD) * 32, K // PER_WORD - 1)
+        prefetch(weight_rows + line[None, :])
+    wait_for_previous(PROGRAMMATIC)
+    depth, word = tl.arange(0, BLOCK_K), tl.arange(0, WORDS)
+    x_at = x.ptr + read_rows[:, None] * x.stride + depth[None, :]
+    weight_at = weight_rows + word[None, :]
+    scale_rows = scale.ptr + read_cols * scale.row_stride
+    zero_rows = None
+    if zero.ptr is not None:
+        zero_rows = zero.ptr + read_cols * zero.row_stride
+    total = tl.zeros((BLOCK_N, BLOCK_M) if SWAPPED else (BLOCK_M, BLOCK_N), dtype=tl.float32)
+    # Of whole rows and steps, the next step's are loaded ahead, so that no step waits for its own.
+    of_step, zero_of_step = None, None
+    if SCALING != "words":
+        group = first * BLOCK_K // GROUP
+        of_step = scales_in_float32(tl.load(scale_rows + group * scale.group_stride))
+        if zero_rows is not None:
+            zero_of_step = tl.load(zero_rows + group * zero.group_stride).to(tl.float32)
+    for step in range(first, last):
+        start = step * BLOCK_K
+        inside = None if WHOLE_STEPS else (start + depth < K)[None, :]
+        words_inside = None if WHOLE_STEPS else (start + word * PER_WORD < K)[None, :]
+        a = tl.load(x_at + start, mask=inside, other=None if WHOLE_STEPS else 0.0)
+        w = tl.load(weight_at + step * WORDS, mask=words_inside, other=None if WHOLE_STEPS else 0)
+        s, z = None, None
+        if SCALING == "words":
+            group = ((start + word * PER_WORD) // GROUP)[None, :]
+            at = scale_rows[:, None] + group * scale.group_stride
+            s = tl.load(at, mask=words_inside, other=None if WHOLE_STEPS else 0.0)
+            s = scales_in_float32(s)
+            if zero_rows is not None:
+                at = zero_rows[:, None] + group * zero.group_stride
+                z = tl.load(at, mask=words_inside, other=None if WHOLE_STEPS else 0.0)
+                z = z.to(tl.float32) + ZERO_OFFSET
+        else:
+            if SCALING == "numbers":
+                s = of_step[:, None]
+            if zero_of_step is not None:
+                z = zero_of_step[:, None] + ZERO_OFFSET
+        made = numbers_of(w, z, s, a.dtype, FIELDS, BITS, KIND, OFFSET)
+        if BY_FIELD:
+            made, a = _by_field(made, PER_WORD), _by_field(a, PER_WORD)
+        if SCALING == "steps":
+            partial = _mma(made, a, tl.zeros_like(total), SWAPPED)
+            total += partial * (of_step[:, None] if SWAPPED else of_step[None, :])
+        else:
+            total = _mma(made, a, total, SWAPPED)
+        if SCALING == "steps" or SCALING == "numbers":
+            group = tl.minimum(start + BLOCK_K, K - 1) // GROUP
+            of_step = scales_in_float32(tl.load(scale_rows + group * scale.group_stride))
+            if zero_rows is not None:
+                zero_of_step = tl.load(zero_rows + group * zero.group_stride).to(tl.float32)
+    if SCALING == "sums":
+        total *= of_step[:, None] if SWAPPED else of_step[None, :]
+    if SWAPPED:
+        total = tl.trans(total)
+    whole = True
+    if partial_ptr is not None:
+        total, whole = sum_of_splits(
+            total, tile, split, splits, partial_ptr, counter_ptr, BLOCK_M, BLOCK_N
+        )
+    if whole:
+        if row_scale_ptr is not None:
+            total *= tl.load(row_scale_ptr + of_weight).to(tl.float32)[None, :]
+        if bias_ptr is not None:
+            total += tl.load(bias_ptr + of_weight).to(tl.float32)[None, :]
+        _store(total, rows, first_col, M, N, out_ptr, ACTIVATION, GATES, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def _store(
+    total, rows, first_col, M, N, out_ptr, ACTIVATION: tl.constexpr, GATES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Write a tile's sums, rounded, or what the activation makes of the rounded sums."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    WIDTH: tl.constexpr = BLOCK_N // 2 if GATES else BLOCK_N
+    width = N // 2 if GATES else N
+    first = first_col // 2 if GATES else first_col
+    if ACTIVATION is not None:
+        total = total.to(dtype).to(tl.float32)
+        if GATES:
+            gate, up = tl.split(tl.reshape(total, (BLOCK_M, WIDTH, 2)))
+            total = gated(gate, up, ACTIVATION)
+        else:
+            total = plain(total, ACTIVATION)
+    cols = first + tl.arange(0, WIDTH)
+    out = out_ptr + rows.to(tl.int64)[:, None] * width + cols[None, :]
+    tl.store(out, total.to(dtype), mask=(rows < M)[:, None] & (cols < width)[None, :])
+
+
+@triton.jit
+def _dequantize_kernel(
+    weight: Rows, scale: Scales, zero: Scales, row_scale_ptr, out_ptr, N, K,
+    ZERO_OFFSET: tl.constexpr, FIELDS: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
+    OFFSET: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr
+):  # fmt: skip
+    """out[N, K] = (field - zero) * scale * row_scale, rounded to its dtype."""
+    wait_for_previous(PROGRAMMATIC)
+    PER_WORD: tl.constexpr = 32 // BITS
+    of_row = tl.cdiv(K, WORDS * PER_WORD)
+    rows = (tl.program_id(0) // of_row * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    first = tl.program_id(0) % of_row * WORDS
+    words = first + tl.arange(0, WORDS)
+    there = (rows < N)[:, None]
+    inside = there & (words * PER_WORD < K)[None, :]
+    w = tl.load(weight.ptr + rows[:, None] * weight.stride + words[None, :], mask=inside, other=0)
+    group = (words * PER_WORD // GROUP)[None, :]
+    s = tl.load(
+        scale.ptr + rows[:, None] * scale.row_stride + group * scale.group_stride, mask=inside,
+        other=0.0
+    )  # fmt: skip
+    s = scales_in_float32(s)
+    z = None
+    if zero.ptr is not None:
+        at = zero.ptr + rows[:, None] * zero.row_stride + group * zero.group_stride
+        z = tl.load(at, mask=inside, other=0.0).to(tl.float32) + ZERO_OFFSET
+    made = numbers_of(w, z, s, tl.float32, FIELDS, BITS, KIND, OFFSET)
+    if row_scale_ptr is not None:
+        made *= tl.load(row_scale_ptr + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
+    columns = first * PER_WORD + tl.arange(0, WORDS * PER_WORD)
+    out = out_ptr + rows[:, None] * K + columns[None, :]
+    tl.store(out, made.to(out_ptr.dtype.element_ty), mask=there & (columns < K)[None, :])
