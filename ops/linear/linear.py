@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...config.weight_format import STORED_FORMATS
 from ..core import rowwise as _rowwise
 from ..core.choice import Choice
 from ..core.desc import Cost, OpDesc, TensorDesc
@@ -235,8 +236,9 @@ def _invariant_tiles_refuse(desc: LinearDesc, call: OpDesc) -> str:
 def _cost(call: OpDesc) -> Cost:
     x, (out_features, in_features) = call["x"], call["weight"].shape
     if call["weight_format"] is not None:
-        desc = describe_op(call)
-        out_features, in_features = desc.out_features, desc.in_features
+        weight = STORED_FORMATS[call["weight_format"]].weight
+        out_features = call["weight"].shape[weight.dim(0)] * weight.steps[0]
+        in_features = x.shape[-1]
     activated, quantized = (call[name] is not None for name in ("activation", "out_scale"))
     rows = x.numel // in_features
     read = sum(value.nbytes for _, value in call.args if isinstance(value, TensorDesc))

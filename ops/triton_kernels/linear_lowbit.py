@@ -118,7 +118,7 @@ def _linear_lowbit_kernel(
                 s = of_step[:, None]
             if zero_of_step is not None:
                 z = zero_of_step[:, None] + ZERO_OFFSET
-        made = numbers_of(w, z, s, a.dtype, FIELDS, BITS, KIND, OFFSET)
+        made = numbers_of(w, z, s, FIELDS, BITS, KIND, a.dtype, OFFSET)
         if BY_FIELD:
             made, a = _by_field(made, PER_WORD), _by_field(a, PER_WORD)
         if SCALING == "steps":
@@ -197,7 +197,7 @@ def _dequantize_kernel(
     if zero.ptr is not None:
         at = zero.ptr + rows[:, None] * zero.row_stride + group * zero.group_stride
         z = tl.load(at, mask=inside, other=0.0).to(tl.float32) + ZERO_OFFSET
-    made = numbers_of(w, z, s, tl.float32, FIELDS, BITS, KIND, OFFSET)
+    made = numbers_of(w, z, s, FIELDS, BITS, KIND, tl.float32, OFFSET)
     if row_scale_ptr is not None:
         made *= tl.load(row_scale_ptr + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
     columns = first * PER_WORD + tl.arange(0, WORDS * PER_WORD)

@@ -64,25 +64,12 @@ def number_of(
 
 
 @triton.jit
-def scaled_number_of(
-    words, zero, scale, FIELD: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
-    OFFSET: tl.constexpr
-):  # fmt: skip
-    """``(field - OFFSET - zero) * scale`` in float32, both of which broadcast or are None."""
-    number = number_of(words, FIELD, BITS, KIND, OFFSET)
-    if zero is not None:
-        number -= zero
-    if scale is not None:
-        number *= scale
-    return number
-
-
-@triton.jit
 def numbers_of(
-    words, zero, scale, dtype: tl.constexpr, FIELDS: tl.constexpr, BITS: tl.constexpr,
-    KIND: tl.constexpr, OFFSET: tl.constexpr, FIRST: tl.constexpr = 0, STEP: tl.constexpr = 1
+    words, zero, scale, FIELDS: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
+    dtype: tl.constexpr, OFFSET: tl.constexpr = 0, FIRST: tl.constexpr = 0, STEP: tl.constexpr = 1
 ):  # fmt: skip
-    """The numbers of words [rows, words] as columns in order, [rows, words * 32 / BITS].
+    """The numbers of words [rows, words], ``(field - OFFSET - zero) * scale`` made in float32, as
+    columns in order, [rows, words * 32 / BITS].
 
     ``zero`` and ``scale`` are None or broadcast against the words.  FIELDS: the field that holds
     each column of a word, a hexadecimal digit each, the first lowest.  FIRST, STEP: of every STEP
@@ -90,14 +77,17 @@ def numbers_of(
     """
     if STEP * BITS == 32:
         FIELD: tl.constexpr = (FIELDS >> (4 * FIRST)) & 15
-        return scaled_number_of(words, zero, scale, FIELD, BITS, KIND, OFFSET).to(dtype)
+        number = number_of(words, FIELD, BITS, KIND, OFFSET)
+        if zero is not None:
+            number -= zero
+        if scale is not None:
+            number *= scale
+        return number.to(dtype)
     else:
-        even = numbers_of(
-            words, zero, scale, dtype, FIELDS, BITS, KIND, OFFSET, FIRST, 2 * STEP
-        )  # fmt: skip
+        even = numbers_of(words, zero, scale, FIELDS, BITS, KIND, dtype, OFFSET, FIRST, 2 * STEP)
         odd = numbers_of(
-            words, zero, scale, dtype, FIELDS, BITS, KIND, OFFSET, FIRST + STEP, 2 * STEP
-        )  # fmt: skip
+            words, zero, scale, FIELDS, BITS, KIND, dtype, OFFSET, FIRST + STEP, 2 * STEP
+        )
         return tl.interleave(even, odd)
 
 

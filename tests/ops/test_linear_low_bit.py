@@ -115,6 +115,15 @@ def test_a_row_has_the_same_bits_beside_any_others(device: torch.device) -> None
         assert torch.equal(run(*call_of("int4_g128", x[rows], tensors)), every[rows])
 
 
+def test_a_result_is_activated_and_quantized_as_by_definition(device: torch.device) -> None:
+    tensors = weight_of("int4_zero_g32", 64, 96, device)
+    x, scale = torch.randn(5, 96, device=device), torch.full((1, 1), 0.01, device=device)
+    call = call_of("int4_zero_g32", x, tensors, activation="silu", out_scale=scale)
+    got, want = (op(*call).float() for op in (OP.overload("triton"), OP.overload()))
+    assert got.shape == (5, 32)
+    torch.testing.assert_close(got, want, rtol=2.0**-3, atol=0.5)
+
+
 @pytest.mark.parametrize("name", ["int4_zero_g32", "int8_channel", "mxfp4", "nvfp4"])
 def test_the_numbers_of_a_weight_are_those_of_its_definition(
     name: str, device: torch.device

@@ -28,8 +28,7 @@ sys.exit(main(sys.argv[1:]))
 def test_whatever_runs_on_a_cpu_is_compared(
     op: SemanticOp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reference, and each implementation that is other code, on one case or more.  ``admitted``
-    runs kernels from outside of the package, which have no case here."""
+    """The reference, and each implementation that is other code, on one case or more."""
     runs: set[Any] = set()
     compared = oracles._compare_run
 
@@ -41,7 +40,6 @@ def test_whatever_runs_on_a_cpu_is_compared(
     for dtype in op.dtypes:
         assert check_reference(op, dtype, 3) > 0
     others = [i.name for i in op.implementations if "cpu" in i.devices and i.fn is not op.reference]
-    others = [name for name in others if name != "admitted"]
     assert runs == {op.overload(), *map(op.overload, others)}
 
 
