@@ -9,6 +9,7 @@ import numpy as np
 from ...config.weight_format import STORED_FORMATS
 from ._call import Call, Expected, Floats, rounded
 from .norms import activated, quantized
+from .stored import numbers_of
 
 _GROUP = 128
 
@@ -30,30 +31,13 @@ def dequantized(q: Floats, scale: Floats) -> Floats:
     return values
 
 
-def _numbers(call: Call) -> Floats:
-    """The numbers of a weight that is stored in bytes: of 8 bits, or of two of 4, the first column
-    in the lower ones."""
-    stored, codes = STORED_FORMATS[call["weight_format"]], call["weight"].astype(np.int64)
-    if stored.weight.bits == 4:
-        codes = np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1)
-    numbers = codes - float(stored.offset)
-    if stored.values:
-        exponent, odd = codes >> 1 & 3, codes & 1
-        size = np.where(exponent == 0, odd / 2, 2.0 ** (exponent - 1) * (1 + odd / 2))
-        numbers = np.where(codes & 8, -size, size)
-    scale, zero = call["weight_scale"], call["weight_zero"]
-    group = codes.shape[1] // scale.shape[1]
-    if zero is not None:
-        numbers = codes - np.repeat(zero, group, 1)
-    numbers = numbers * np.repeat(scale, group, 1)
-    of_rows = call["weight_row_scale"]
-    return numbers if of_rows is None else numbers * of_rows
-
-
 def linear(call: Call) -> Expected:
     x, weight = call["x"], call["weight"]
     if call["weight_format"] is not None:
-        weight = _numbers(call)
+        form, weight_args = STORED_FORMATS[call["weight_format"]], ("weight_scale", "weight_zero")
+        weight = numbers_of(form, weight, *(call[name] for name in weight_args))
+        if call["weight_row_scale"] is not None:
+            weight = weight * call["weight_row_scale"]
     elif call["weight_scale"] is not None:
         x, weight = dequantized(x, call["x_scale"]), dequantized(weight, call["weight_scale"])
     dtype: Any = call["out_dtype"] or call.dtypes["x"]
