@@ -1,4 +1,8 @@
-"""``linear`` in bfloat16 and FP8 at each layer of each model, against cuBLAS."""
+"""``linear`` in bfloat16, FP8 and formats of few bits at each layer of each model, against cuBLAS.
+
+For weights of few bits the library's way is to write out their numbers, then to multiply: at which
+rows it is faster is where the table should leave the words.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...config.weight_format import STORED_FORMATS
 from ...ops import BY_NAME
 from ...ops.launches.quant import GROUP
+from ...ops.linear.formats import dtype_of
+from ...ops.linear.kernels import LOW_BIT_ONCE
 from .harness import MODELS, TOKENS, KernelWork, Model, benchmark_of, randn
 
 LIBRARY = {"": "native", "FP8": "scaled_mm"}
@@ -53,6 +60,34 @@ def make_fp8(scheme: str, rows: int, n: int, k: int, device: torch.device) -> tu
     return values(rows, k), values(n, k), None, x_scale, weight_scale, torch.bfloat16
 
 
+LOW_BITS = ("int4_g128", "int4_zero_g32", "int8_channel", "mxfp4")
+
+
+def make_low_bit(name: str, rows: int, n: int, k: int, device: torch.device) -> tuple[Any, ...]:
+    """Integers are any bits; scales are such that results are of the size of x."""
+    tensors: dict[str, Tensor] = {}
+    for argument, tensor in STORED_FORMATS[name].tensors.items():
+        shape, dtype = tensor.shape(n, k), dtype_of(tensor)
+        if argument == "weight":
+            tensors[argument] = torch.randint(0, 256, shape, device=device).to(dtype)
+        elif dtype == torch.float8_e8m0fnu:
+            tensors[argument] = torch.full(shape, 118, dtype=torch.uint8, device=device).view(dtype)
+        else:
+            tensors[argument] = torch.rand(shape, device=device).to(dtype) * k**-0.5
+    x = randn(rows, k, device=device)
+    rest = None, None, tensors["weight_scale"], None, None, None, tensors.get("weight_zero"), name
+    return x, tensors["weight"], *rest, tensors.get("weight_row_scale")
+
+
+def works_of_low_bits() -> Iterator[KernelWork]:
+    cublas = {"numbers, cublas": LOW_BIT_ONCE.run}
+    for (n, k), name in distinct().items():
+        for rows in TOKENS:
+            for form in LOW_BITS:
+                make_args = partial(make_low_bit, form, rows, n, k)
+                yield KernelWork("linear", f"{name}, {rows} rows, {form}", make_args, {}, cublas)
+
+
 def works() -> Iterator[KernelWork]:
     cublas = {kind: {"cublas": BY_NAME["linear"].overload(name)} for kind, name in LIBRARY.items()}
     for (n, k), name in distinct().items():
@@ -65,3 +100,4 @@ def works() -> Iterator[KernelWork]:
 
 
 test_linear = benchmark_of(works())
+test_low_bits = benchmark_of(works_of_low_bits())
