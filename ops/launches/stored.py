@@ -1,6 +1,6 @@
 """What Triton's kernels are told of weights in stored formats, which they dequantize in registers.
 
-``ops/triton_kernels/stored.py`` has the function that reads a tile of such a weight.
+``ops/triton_kernels/experts.py`` has the function that reads a tile of such a weight.
 """
 
 from __future__ import annotations

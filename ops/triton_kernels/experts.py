@@ -13,7 +13,7 @@ import triton.language as tl
 from .activation import gated_with
 from .dependent import start_next_and_wait, wait_for_previous
 from .float8 import to_float32
-from .stored import load_stored
+from .lowbit import numbers_of, scales_in_float32
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -150,15 +150,6 @@ def _outer(of_rows, of_cols, SWAPPED: tl.constexpr):
 
 
 @triton.jit
-def _along_columns(of_cols, SWAPPED: tl.constexpr):
-    """A number for each column, like a tile of sums."""
-    if SWAPPED:
-        return of_cols[:, None]
-    else:
-        return of_cols[None, :]
-
-
-@triton.jit
 def _add_step(total, x, w, x_scale, scales, start, SCHEME: tl.constexpr, SWAPPED: tl.constexpr):
     """``total`` plus the product of a step, which has scales of its own in the scheme "block"."""
     if SCHEME == "block":
@@ -198,6 +189,104 @@ def _expert_of_slot(slot, ids_ptr, first_ptr, NUM_EXPERTS: tl.constexpr):
 
 
 @triton.jit
+def _load_weight(
+    rows_at, scales_at, zeros_at, start, K, dtype: tl.constexpr, STORED: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, WHOLE_STEPS: tl.constexpr,
+    BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """Columns from ``start`` on of some rows, [rows, BLOCK_K]; 0 behind K.  Of a STORED weight they
+    are in ``dtype``.
+
+    ``rows_at``, ``scales_at`` and ``zeros_at``, which may be None, point to the rows' first numbers
+    or words, scales and zero points.  A word's numbers are of one group.
+    """
+    if STORED is None:
+        columns = start + tl.arange(0, BLOCK_K)
+        inside = None if WHOLE_STEPS else (columns < K)[None, :]
+        other = None if WHOLE_STEPS else 0.0
+        return tl.load(rows_at[:, None] + columns[None, :], mask=inside, other=other)
+    each: tl.constexpr = 32 // BITS
+    places = start // each + tl.arange(0, BLOCK_K // each)
+    groups = places * each // GROUP
+    inside = None if WHOLE_STEPS else (places * each < K)[None, :]
+    other = None if WHOLE_STEPS else 0
+    words = tl.load(rows_at[:, None] + places[None, :], mask=inside, other=other)
+    scales = tl.load(scales_at[:, None] + groups[None, :], mask=inside, other=other)
+    if WHOLE_STEPS:
+        factors = scales_in_float32(scales)
+    else:  # an exponent of 0 is no 0
+        factors = tl.where(inside, scales_in_float32(scales), 0.0)
+    zeros = OFFSET * 1.0
+    if zeros_at is not None:
+        zeros = tl.load(zeros_at[:, None] + groups[None, :], mask=inside, other=other)
+        zeros = zeros.to(tl.float32)
+    return numbers_of(words, zeros, factors, 0x76543210, BITS, STORED, dtype)
+
+
+@triton.jit
+def _tile_of_program(tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """(row tile, column tile): GROUP_M row tiles go before the next column tile."""
+    tiles_in_group = GROUP_M * tiles_n
+    first = tl.program_id(0) // tiles_in_group * GROUP_M
+    group_tiles = tl.minimum(tiles_m - first, GROUP_M)
+    within = tl.program_id(0) % tiles_in_group
+    return first + within % group_tiles, within // group_tiles
+
+
+@triton.jit
+def _rows_of_expert(
+    weight_ptr, scale_ptr, zero_ptr, expert, rows, expert_stride, weight_stride, expert_scales,
+    scales_row, SCHEME: tl.constexpr, STORED: tl.constexpr
+):  # fmt: skip
+    """Where rows of an expert's weight, their scales and their zero points begin; zero points lie
+    like scales."""
+    wide = expert.to(tl.int64)
+    at = weight_ptr + wide * expert_stride + rows.to(tl.int64) * weight_stride
+    scales = scale_ptr
+    zeros = zero_ptr
+    if SCHEME == "tensor":
+        scales = scale_ptr + expert
+    elif SCHEME != "none" or STORED is not None:
+        unit: tl.constexpr = 128 if SCHEME == "block" else 1
+        scales = scale_ptr + wide * expert_scales + rows // unit * scales_row
+    if zero_ptr is not None:
+        zeros = zero_ptr + wide * expert_scales + rows * scales_row
+    return at, scales, zeros
+
+
+@triton.jit
+def _load_x(
+    x_at, x_scales, start, K, x_scale_group, SCHEME: tl.constexpr, WHOLE_STEPS: tl.constexpr,
+    BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """Columns from ``start`` on of some rows, and their scales in the scheme "block"."""
+    columns = start + tl.arange(0, BLOCK_K)
+    inside = None if WHOLE_STEPS else (columns < K)[None, :]
+    other = None if WHOLE_STEPS else 0.0
+    x = tl.load(x_at[:, None] + columns[None, :], mask=inside, other=other)
+    x_scale = 0.0
+    if SCHEME == "block":
+        x_scale = tl.load(x_scales + start // 128 * x_scale_group)
+    return x, x_scale
+
+
+@triton.jit
+def _finished(
+    total, x_scales, scales, bias_ptr, biases, SCHEME: tl.constexpr,
+    SWAPPED: tl.constexpr
+):  # fmt: skip
+    """Sums times the scales of rows and columns, or of the whole tensors, plus the biases."""
+    if SCHEME == "tensor":
+        total *= tl.load(x_scales) * tl.load(scales)
+    elif SCHEME == "token":
+        total *= _outer(tl.load(x_scales), tl.load(scales), SWAPPED)
+    if bias_ptr is not None:
+        bias = to_float32(tl.load(bias_ptr + biases))
+        total += bias[:, None] if SWAPPED else bias[None, :]
+    return total
+
+
+@triton.jit
 def _expert_linear_kernel(
     x_ptr, x_scale_ptr, weight_ptr, weight_scale_ptr, weight_zero_ptr, bias_ptr, ids_ptr, first_ptr,
     order_ptr, offsets_ptr, out_ptr, tiles_m, N, K, x_stride, x_scale_row, x_scale_group,
@@ -211,16 +300,11 @@ def _expert_linear_kernel(
 ):  # fmt: skip
     """out[slot] = x[slot // SLOTS_A_ROW] @ weight[expert of slot].T, scaled, plus a bias; with an
     ACTIVATION N columns of ``act(gate) * up``, of weights with N rows of gate, then N of up, or
-    with pairs of both if INTERLEAVED.  STORED weights are dequantized in registers.  Slots of
-    experts that are not here are left out.  Without ``order_ptr`` a tile is one slot: for so few
-    that sorting would take longer than reading the weight of an expert twice.
+    with pairs of both if INTERLEAVED.  Slots of experts that are not here are left out.  Without
+    ``order_ptr`` a tile is one slot: for so few that sorting would take longer than it saves.
     """
     wait_for_previous(PROGRAMMATIC)
-    tiles_in_group = GROUP_M * tl.cdiv(N, BLOCK_N)
-    first_tile = tl.program_id(0) // tiles_in_group * GROUP_M
-    group_tiles = tl.minimum(tiles_m - first_tile, GROUP_M)
-    within = tl.program_id(0) % tiles_in_group
-    tile = first_tile + within % group_tiles
+    tile, column = _tile_of_program(tiles_m, tl.cdiv(N, BLOCK_N), GROUP_M)
     if order_ptr is None:
         expert, first, end = _expert_of_slot(tile, ids_ptr, first_ptr, NUM_EXPERTS), tile, tile + 1
     else:
@@ -233,75 +317,48 @@ def _expert_linear_kernel(
     slots = tl.minimum(places, end - 1)
     if order_ptr is not None:
         slots = tl.load(order_ptr + slots)
-    cols = within // group_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    cols = column * BLOCK_N + tl.arange(0, BLOCK_N)
     read_cols = tl.minimum(cols, N - 1)
-    depth = tl.arange(0, BLOCK_K)
     x_rows = slots // SLOTS_A_ROW
-    x_at = x_ptr + x_rows.to(tl.int64)[:, None] * x_stride + depth[None, :]
-    weight_ptr += expert.to(tl.int64) * expert_stride
+    x_at = x_ptr + x_rows.to(tl.int64) * x_stride
     gate_rows = 2 * read_cols if INTERLEAVED else read_cols
     up_rows = gate_rows + (1 if INTERLEAVED else N)
-    gate_at = weight_ptr + gate_rows.to(tl.int64) * weight_stride
-    up_at = weight_ptr + up_rows.to(tl.int64) * weight_stride
-    gate_scales = weight_scale_ptr
-    up_scales = weight_scale_ptr
-    gate_zeros = weight_zero_ptr
-    up_zeros = weight_zero_ptr
+    gate_at, gate_scales, gate_zeros = _rows_of_expert(
+        weight_ptr, weight_scale_ptr, weight_zero_ptr, expert, gate_rows, expert_stride,
+        weight_stride, expert_scales, scales_row, SCHEME, STORED
+    )  # fmt: skip
+    up_at, up_scales, up_zeros = _rows_of_expert(
+        weight_ptr, weight_scale_ptr, weight_zero_ptr, expert, up_rows, expert_stride,
+        weight_stride, expert_scales, scales_row, SCHEME, STORED
+    )  # fmt: skip
     x_scales = x_scale_ptr
-    if SCHEME != "none" or STORED is not None:
-        unit: tl.constexpr = 128 if SCHEME == "block" else 1
-        of_expert = weight_scale_ptr + expert.to(tl.int64) * expert_scales
-        gate_scales = of_expert + gate_rows // unit * scales_row
-        up_scales = of_expert + up_rows // unit * scales_row
-    if weight_zero_ptr is not None:  # they lie like scales
-        of_expert = weight_zero_ptr + expert.to(tl.int64) * expert_scales
-        gate_zeros = of_expert + gate_rows * scales_row
-        up_zeros = of_expert + up_rows * scales_row
     if SCHEME == "token" or SCHEME == "block":
         x_scales = x_scale_ptr + x_rows * x_scale_row
     shape: tl.constexpr = (BLOCK_N, BLOCK_M) if SWAPPED else (BLOCK_M, BLOCK_N)
     total = tl.zeros(shape, dtype=tl.float32)
     up_total = tl.zeros(shape, dtype=tl.float32)
     for start in range(0, K, BLOCK_K):
-        inside = None if WHOLE_STEPS else (start + depth < K)[None, :]
-        other = None if WHOLE_STEPS else 0.0
-        x = tl.load(x_at + start, mask=inside, other=other)
-        x_scale = 0.0
-        if SCHEME == "block":
-            x_scale = tl.load(x_scales + start // 128 * x_scale_group)
-        if STORED is None:
-            w = tl.load(gate_at[:, None] + (start + depth)[None, :], mask=inside, other=other)
-        else:
-            w = load_stored(
-                gate_at, gate_scales, gate_zeros, start, K, x.dtype, STORED, BITS, GROUP, OFFSET,
-                WHOLE_STEPS, BLOCK_K
-            )  # fmt: skip
+        x, x_scale = _load_x(
+            x_at, x_scales, start, K, x_scale_group, SCHEME, WHOLE_STEPS, BLOCK_K
+        )  # fmt: skip
+        w = _load_weight(
+            gate_at, gate_scales, gate_zeros, start, K, x.dtype, STORED, BITS, GROUP, OFFSET,
+            WHOLE_STEPS, BLOCK_K
+        )  # fmt: skip
         total = _add_step(total, x, w, x_scale, gate_scales, start, SCHEME, SWAPPED)
         if ACTIVATION is not None:
-            if STORED is None:
-                w = tl.load(up_at[:, None] + (start + depth)[None, :], mask=inside, other=other)
-            else:
-                w = load_stored(
-                    up_at, up_scales, up_zeros, start, K, x.dtype, STORED, BITS, GROUP, OFFSET,
-                    WHOLE_STEPS, BLOCK_K
-                )  # fmt: skip
+            w = _load_weight(
+                up_at, up_scales, up_zeros, start, K, x.dtype, STORED, BITS, GROUP, OFFSET,
+                WHOLE_STEPS, BLOCK_K
+            )  # fmt: skip
             up_total = _add_step(up_total, x, w, x_scale, up_scales, start, SCHEME, SWAPPED)
-    if SCHEME == "tensor":
-        scale = tl.load(x_scale_ptr) * tl.load(weight_scale_ptr + expert)
-        total *= scale
-        up_total *= scale
-    elif SCHEME == "token":
-        x_scale = tl.load(x_scales)
-        total *= _outer(x_scale, tl.load(gate_scales), SWAPPED)
-        if ACTIVATION is not None:
-            up_total *= _outer(x_scale, tl.load(up_scales), SWAPPED)
-    if bias_ptr is not None:
-        of_expert = bias_ptr + expert.to(tl.int64) * (N if ACTIVATION is None else 2 * N)
-        total += _along_columns(to_float32(tl.load(of_expert + gate_rows)), SWAPPED)
-        if ACTIVATION is not None:
-            up_total += _along_columns(to_float32(tl.load(of_expert + up_rows)), SWAPPED)
+    biases = expert.to(tl.int64) * (N if ACTIVATION is None else 2 * N)
+    total = _finished(total, x_scales, gate_scales, bias_ptr, biases + gate_rows, SCHEME, SWAPPED)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if ACTIVATION is not None:
+        up_total = _finished(
+            up_total, x_scales, up_scales, bias_ptr, biases + up_rows, SCHEME, SWAPPED
+        )
         gate, up = total.to(dtype).to(tl.float32), up_total.to(dtype).to(tl.float32)
         total = gated_with(gate, up, ACTIVATION, ALPHA, LIMIT, UP_OFFSET)
     if SWAPPED:

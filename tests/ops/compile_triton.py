@@ -21,6 +21,7 @@ from fusewright.config.arch import HOPPER
 from fusewright.config.weight_format import STORED_FORMATS
 from fusewright.ops import ALL_OPS, BY_NAME, KernelTable, Launch, Variant, variants_of
 from fusewright.ops.core._triton_compile import compile_variant
+from fusewright.ops.experts.fused_moe import CLAMPED
 from fusewright.ops.linear import lowbit
 from fusewright.ops.linear.formats import dtype_of
 from fusewright.ops.triton_kernels.dependent import prefetch, start_next_and_wait, wait_for_previous
@@ -154,6 +155,9 @@ def large_launches() -> Iterator[Needed]:
     ids = empty(4096, 8, dtype=torch.int32)
     experts = (empty(4096, 2048), empty(128, 1536, 2048), ids, None, None, None, "silu", None)
     calls.append(("expert_linear", experts))
+    numbers, scales = empty(32, 5760, 1440, dtype=torch.uint8), empty(32, 5760, 90)
+    stored = (numbers, ids[:64, :4], None, scales.to(torch.float8_e8m0fnu), None, CLAMPED, None)
+    calls.append(("expert_linear", (empty(64, 2880), *stored, empty(32, 5760), None, "mxfp4")))
     for scheme in ("token", "block"):
         calls += [
             ("linear", linears(scheme, *shape)) for shape in ((64, 28672, 4096), (128, 4096, 14336))
