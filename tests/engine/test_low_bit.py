@@ -1,0 +1,116 @@
+"""Models of 4 and 8 bits in the whole engine: every dialect, adapter and captured, one and two
+ranks; and weights that are quantized while they are loaded."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fusewright import LLM, SamplingParams
+from fusewright.config.weight_format import MXFP4, NVFP4, STORED_FORMATS
+from fusewright.ops.linear.formats import dequantize, quantize
+from tests.engine.test_parity import LogitsRecorder, prompts
+from tests.model_executor.low_bit_checkpoints import BY_NAME, DIALECTS, TINY, Dialect, save
+from tests.model_executor.stored_formats import logits_of
+
+pytestmark = pytest.mark.usefixtures("warm")
+NUM_TOKENS = 6
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 64,
+}
+PARAMS = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+IMPLS = ("auto", "transformers")
+
+
+def check_tokens(reference: Any, outputs: list[Any]) -> None:
+    """Every token is the greedy one of the reference, whose logits see no near tie."""
+    for prompt, output in zip(prompts(), outputs, strict=True):
+        ids = list(output.outputs[0].token_ids)
+        expected = logits_of(reference, [*prompt, *ids][:-1])[-NUM_TOKENS:]
+        chosen = expected.gather(1, torch.tensor(ids)[:, None])[:, 0]
+        assert (expected.amax(-1) - chosen).max() < 1e-4
+
+
+def generate(llm: LLM) -> list[Any]:
+    return llm.generate([list(prompt) for prompt in prompts()], PARAMS, use_tqdm=False)
+
+
+@pytest.mark.product(3)
+@pytest.mark.parametrize(
+    ("dialect", "impl"),
+    [*product(DIALECTS, IMPLS)],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_logits_are_those_of_the_stored_numbers(
+    dialect: Dialect, impl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = save(dialect, tmp_path)
+    llm = LLM(str(tmp_path), optimization_level=0, model_impl=impl, **OPTIONS)
+    recorder = LogitsRecorder(llm, monkeypatch)
+    for prompt, output in zip(prompts(), generate(llm), strict=True):
+        rows = [recorder.rows[output.request_id, len(prompt) + i] for i in range(NUM_TOKENS)]
+        ids = [*prompt, *output.outputs[0].token_ids][:-1]
+        expected = logits_of(reference, ids)[-NUM_TOKENS:]
+        torch.testing.assert_close(torch.stack(rows), expected, atol=1e-4, rtol=1e-4)
+
+
+COMPILED = ["AutoAWQ 64", "GPTQ v1 int4 g32 act-order", "ModelOpt NVFP4", "gpt-oss MXFP4"]
+
+
+@pytest.mark.slow
+@pytest.mark.product(4)
+@pytest.mark.parametrize(("name", "impl"), [*product(COMPILED, IMPLS)])
+def test_compiled_models_answer_as_the_stored_numbers_do(
+    name: str, impl: str, tmp_path: Path
+) -> None:
+    reference = save(BY_NAME[name], tmp_path)
+    llm = LLM(str(tmp_path), optimization_level=2, model_impl=impl, **OPTIONS)
+    check_tokens(reference, generate(llm))
+
+
+SPREAD = ["AutoAWQ 32", "GPTQ v2 int4 g64 zero", "mixed precision", "ModelOpt NVFP4"]
+
+
+@pytest.mark.slow
+@pytest.mark.product(4)
+@pytest.mark.parametrize("name", SPREAD)
+def test_two_ranks_answer_as_the_stored_numbers_do(name: str, tmp_path: Path) -> None:
+    reference = save(BY_NAME[name], tmp_path)
+    with LLM(str(tmp_path), tensor_parallel_size=2, optimization_level=0, **OPTIONS) as llm:
+        check_tokens(reference, generate(llm))
+
+
+ONLINE = ["int4_g64", "int4_zero_g32", "int8", MXFP4, NVFP4]
+
+
+def quantized(name: str) -> Any:
+    """The library's model of the numbers that weights are rounded to."""
+    model: Any = TINY.model()
+    form, numbers = STORED_FORMATS[{"int8": "int8_channel"}.get(name, name)], model.state_dict()
+    kinds = ("weight", "weight_scale", "weight_zero", "weight_row_scale")
+    for tensor in (tensor for tensor in numbers if "_proj" in tensor):
+        stored = quantize(form, numbers[tensor].float())
+        numbers[tensor] = dequantize(form, *(stored.get(kind) for kind in kinds))  # type: ignore[arg-type]
+    model.load_state_dict(numbers)
+    return model
+
+
+@pytest.mark.product
+@pytest.mark.parametrize(
+    ("name", "impl", "ranks"),
+    [*product(ONLINE, IMPLS, (1,)), ("int4_g32", "auto", 2), (MXFP4, "auto", 2)],
+)
+def test_weights_are_quantized_while_they_are_loaded(
+    name: str, impl: str, ranks: int, tmp_path: Path
+) -> None:
+    TINY.save(tmp_path)
+    how = {"tensor_parallel_size": ranks, "optimization_level": 0, "model_impl": impl}
+    with LLM(str(tmp_path), quantization=name, **how, **OPTIONS) as llm:
+        check_tokens(quantized(name), generate(llm))
