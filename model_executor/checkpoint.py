@@ -38,6 +38,8 @@ _ITEMSIZE = _FLOAT_SIZES | _INT_SIZES
 
 def dtype_names(dtype: Any) -> tuple[str, ...]:
     """The safetensors types from which a tensor of a torch dtype is read."""
+    if str(dtype) == "torch.float8_e8m0fnu":
+        return ("F8_E8M0",)
     if dtype.is_floating_point:
         return FLOATS
     return (str(dtype).removeprefix("torch.").replace("uint", "U").replace("int", "I"),)

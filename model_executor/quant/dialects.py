@@ -140,7 +140,11 @@ def _stored(section: HfConfig) -> Dialect:
     if not isinstance(modules, dict):
         raise section.error("modules", modules, "an object of module names and formats")
     others = {module: _stored_name(section, "modules", form) for module, form in modules.items()}
-    return Dialect(name, lambda module: None if skipped(module) else others.get(module, name))
+    notes: Any = section.values.get("notes") or []
+    if not isinstance(notes, list) or not all(isinstance(note, str) for note in notes):
+        raise section.error("notes", notes, "a list of sentences")
+    dialect = Dialect(name, lambda module: None if skipped(module) else others.get(module, name))
+    return replace(dialect, notes=tuple(notes))
 
 
 def _stored_name(section: HfConfig, field: str, name: Any) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ...config.errors import UserError
+from ...config.weight_format import STORED_FORMATS, StoredFormat
 from ..hf_json import HfConfig
 from ..sharding import ModulePart
 from .dialect import Dialect
@@ -45,18 +46,19 @@ def read_quantization(
 
 def read_captured_quantization(
     config: HfConfig,
-    names: Callable[[Callable[[str], Layout | None]], Iterable[tuple[str, str]]],
+    names: Callable[[Callable[[str], Layout | StoredFormat | None]], Iterable[tuple[str, str]]],
     num_layers: int,
 ) -> QuantScheme | None:
     """The same for a captured model; errors are those of ``read_quantization``.
 
     Args:
         names: gives checkpoint names of modules, and the linear layer of ``ModelSpec.linears`` that
-            each is a part of.  It is told which layout a module has, if it is quantized so.
+            each is a part of.  It is told which layout or format a module has, if it is one of
+            ``STORED_FORMATS``.
     """
     if (dialect := read_dialect(config)) is None:
         return None
-    laid = {layout.target: layout for layout in dialect.layouts}
+    laid = STORED_FORMATS | {layout.target: layout for layout in dialect.layouts}
     parts = [*names(lambda module: laid.get(dialect.kind_of(module) or ""))]
     kinds = _of_parts(dialect, parts)
     gathered = tuple(kinds) if dialect.ordered else ()

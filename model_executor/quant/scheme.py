@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeAlias, cast
 
 from ...config import outside_key
@@ -83,8 +84,8 @@ class QuantScheme:
             are none in the model.
         gathered: the ``LINEARS`` that put the columns of their input in the order of their weight.
         layouts: how the checkpoint has the weights of each kind, if not as the kind's own tensors.
-        modules: of a captured model, the checkpoint's modules that have such a layout, each with
-            its kind.
+        modules: of a captured model, the checkpoint's modules of kinds in ``STORED_FORMATS``, each
+            with its kind.
         notes: what a start says of them.
     """
 
@@ -112,6 +113,16 @@ class QuantScheme:
     def layout_of(self, kind: QuantKind) -> Layout | None:
         """How the checkpoint has weights of a kind; None: as the kind's own tensors."""
         return next((layout for layout in self.layouts if layout.target == kind), None)
+
+    def stored_as(self, module: str) -> Layout | StoredFormat | None:
+        """How the checkpoint of a captured model has a module's weight, if in one of
+        ``STORED_FORMATS`` or a layout of one."""
+        kind = self._kinds.get(module, "")
+        return self.layout_of(kind) or STORED_FORMATS.get(kind)
+
+    @cached_property
+    def _kinds(self) -> dict[str, QuantKind]:
+        return dict(self.modules)
 
     def of_layers(self, numbers: Iterable[int]) -> QuantScheme:
         """The scheme of a model of some of the layers."""

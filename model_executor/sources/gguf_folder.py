@@ -1,8 +1,9 @@
 """GGUF files: each is converted once into a Hugging Face folder, which is then a model like others.
 
-``transformers`` reads the configuration, the tokenizer and the names of the weights, and the
-package ``gguf`` dequantizes them; they are stored in bfloat16.  What ``transformers`` would leave
-out, such as a scaling of rope, is refused.
+``transformers`` reads the configuration, the tokenizer and the names of the weights.  Those of
+linear layers stay in the integers of the file (``gguf_weights``); the package ``gguf`` dequantizes
+others, which are stored in bfloat16.  What ``transformers`` would leave out, such as a scaling of
+rope, is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ...config.errors import MachineError, UserError
 from ...config.folders import user_path
 from ..checkpoint import INDEX, SINGLE
 
-_FOLDER = "gguf"
+_FOLDER, _VERSION = "gguf", 2
 _PACKAGES = ("gguf", "transformers")
 _INSTEAD = "use the model's safetensors"
 
@@ -60,7 +61,7 @@ def converted(file: Path, check: Callable[[Path], object]) -> Path:
     stat, cache = file.stat(), user_path()
     if cache is None:
         raise MachineError(f"{file}: no place for the converted model; set FUSEWRIGHT_CACHE_DIR")
-    facts = (str(file.resolve()), stat.st_size, stat.st_mtime_ns)
+    facts = (_VERSION, str(file.resolve()), stat.st_size, stat.st_mtime_ns)
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
     folder = cache / _FOLDER / f"{file.stem}-{digest}"
     if folder.is_dir():
@@ -101,6 +102,8 @@ def _convert(file: Path, folder: Path, check: Callable[[Path], object]) -> None:
     import torch
     from safetensors.torch import save_file
 
+    from .gguf_weights import kept_weights  # which imports torch
+
     library: Any = import_module("transformers")
     reader: Any = import_module("transformers.modeling_gguf_pytorch_utils")
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
@@ -129,6 +132,18 @@ def _convert(file: Path, folder: Path, check: Callable[[Path], object]) -> None:
             raise UserError(
                 f"{file}: {name} is {has}, expected {shapes.get(name, 'nothing')}; {_INSTEAD}"
             )
+    taken = _read(file, lambda: reader.get_gguf_hf_weights_map(model, reader.TensorProcessor()))
+    linears = [
+        name
+        for name, module in model.named_modules()
+        if type(module) is torch.nn.Linear and module is not model.get_output_embeddings()
+    ]
+    kept = _read(file, lambda: kept_weights(file, taken, linears, tensors))
+    if kept.stored:
+        plain = {f"{module}.weight" for module in kept.stored}
+        tensors = {name: t for name, t in tensors.items() if name not in plain} | kept.tensors()
+        fields["quantization_config"] = kept.config(linears)
+        (folder / "config.json").write_text(json.dumps(fields, indent=1) + "\n")
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
 
 

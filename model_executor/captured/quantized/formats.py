@@ -101,10 +101,12 @@ def checkpoint_scheme(
         UserError: as ``read_quantization``, or the sizes of a layer do not fit.
     """
 
-    def names(laid: Callable[[str], Layout | None]) -> Iterator[tuple[str, str]]:
+    def names(
+        stored_as: Callable[[str], Layout | StoredFormat | None],
+    ) -> Iterator[tuple[str, str]]:
         assert spec.captured is not None
         stored = stored_model(spec.captured, spec.dtype) if found else None
-        sources = stored.sources(one_tensor_a_weight(found, laid).tensors) if stored else {}
+        sources = stored.sources(one_tensor_a_weight(found, stored_as).tensors) if stored else {}
         for linear in spec.captured.linears:
             parameter = parameter_of(linear)
             for name in sources.get(parameter, (parameter,)):

@@ -85,10 +85,9 @@ def quantized_moves(
     quant = model.spec.quant
     assert quant is not None
     homes = dict(_homes(model.library))
-    kinds = dict(quant.modules)
     gathered = Gathered(dict(found), {})
     if not quant.online:
-        gathered = one_tensor_a_weight(found, lambda module: quant.layout_of(kinds.get(module, "")))
+        gathered = one_tensor_a_weight(found, quant.stored_as)
     types = {} if quant.online else {name: (_type(home),) for name, home in homes.items()}
     moves = stored.moves(gathered.tensors, types)
     plain = [move for move in moves if move.parameter not in homes]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ....config.errors import UserError
-from ....config.weight_format import STORED_FORMATS, StoredFormat, StoredTensor
+from ....config.weight_format import StoredFormat, StoredTensor
 from ...checkpoint import F8_E4M3, FLOATS, TensorInfo
 from ...quant.convert import LaidOut, laid_out, names_beside
 from ...quant.layouts import Layout
@@ -35,10 +35,10 @@ class Gathered:
 
 
 def one_tensor_a_weight(
-    found: Mapping[str, TensorInfo], layout_of: Callable[[str], Layout | None]
+    found: Mapping[str, TensorInfo], stored_as: Callable[[str], Layout | StoredFormat | None]
 ) -> Gathered:
-    """Gather the tensors of FP8 weights and of weights in admitted formats, known by their types
-    and names, and of weights in layouts, known by their modules.
+    """Gather the tensors of FP8 weights, known by their types and names, and of weights in stored
+    formats and in layouts, known by their modules.
 
     Raises:
         UserError: the tensors of a weight are not those of its layout.
@@ -51,8 +51,8 @@ def one_tensor_a_weight(
         modules.setdefault(module, {})[suffix] = info
     for module, of_module in modules.items():
         name, weight = f"{module}.weight", of_module.get("weight")
-        layout = layout_of(module)
-        if layout is not None and _has_weight(of_module, layout):
+        layout = stored_as(module)
+        if isinstance(layout, Layout) and _has_weight(of_module, layout):
             laid[name] = source = laid_out(module, layout, found)
             there, first = dict(source.tensors), source.tensors["weight"]
             logical = replace(first, name=name, shape=source.shape, dtype=layout.target)
@@ -61,7 +61,7 @@ def one_tensor_a_weight(
         elif weight is not None and weight.dtype == F8_E4M3:
             there = {"weight": weight, **dict(_named(of_module, _KINDS))}
             logical = weight
-        elif (form := _form_of(of_module)) is not None:
+        elif isinstance(form := layout, StoredFormat) and _is_stored(of_module, form):
             there = dict(_named(of_module, {k: t.suffixes for k, t in form.tensors.items()}))
             logical = _numbers(name, form, there["weight"])
             for suffix in form.ignored:
@@ -88,14 +88,12 @@ def _named(
             yield kind, there[suffix]
 
 
-def _form_of(there: Mapping[str, TensorInfo]) -> StoredFormat | None:
-    for form in STORED_FORMATS.values():
-        named = dict(_named(there, {kind: t.suffixes for kind, t in form.tensors.items()}))
-        if named.keys() == form.tensors.keys() and all(
-            info.dtype == type_of(form.tensors[kind]) for kind, info in named.items()
-        ):
-            return form
-    return None
+def _is_stored(there: Mapping[str, TensorInfo], form: StoredFormat) -> bool:
+    """Whether a module has all tensors of a format."""
+    named = dict(_named(there, {kind: t.suffixes for kind, t in form.tensors.items()}))
+    return named.keys() == form.tensors.keys() and all(
+        info.dtype == type_of(form.tensors[kind]) for kind, info in named.items()
+    )
 
 
 def type_of(tensor: StoredTensor) -> str:
