@@ -56,10 +56,11 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     },
     "serve/http": {  # in the order in which a request meets them
         "intake": set(),
-        "jobs": {"intake"},
         "tool_calls": set(),
-        "endpoints": {"intake", "jobs", "tool_calls"},
-        "": {"intake", "jobs", "tool_calls", "endpoints"},
+        "reasoning": {"tool_calls"},
+        "jobs": {"intake", "reasoning"},
+        "endpoints": {"intake", "jobs", "tool_calls", "reasoning"},
+        "": {"intake", "jobs", "tool_calls", "reasoning", "endpoints"},
     },
     "engine": {
         "messages": set(),

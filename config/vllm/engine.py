@@ -105,7 +105,8 @@ ENGINE = table(
         "say it in speculative_config={'method': 'ngram', 'num_speculative_tokens': 4}",
         "speculative_model num_speculative_tokens",
     ),
-    refused("reasoning stays in the text", "reasoning_parser reasoning_parser_plugin"),
+    refused("`serve` has it; texts of LLM are whole", "reasoning_parser"),
+    refused("name one of --reasoning-parser", "reasoning_parser_plugin"),
     refused(PROCESSORS, "logits_processors logits_processor_pattern"),
     refused(
         _OFFLOAD,

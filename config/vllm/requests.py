@@ -44,7 +44,8 @@ GENERATION = table(
     ignored("texts are as the tokenizer decodes them", "spaces_between_special_tokens"),
     ignored("each token is shown when it comes", "stream_interval", (1,)),
     ignored("the server has one template for each model", "chat_template_content_format"),
-    ignored("reasoning stays in the text", "include_reasoning separate_reasoning"),
+    same("include_reasoning", "false leaves it out of answers"),
+    ignored("--reasoning-parser none leaves reasoning in the text", "separate_reasoning", (True,)),
     ignored(
         "only answers of vLLM's render endpoints have it", "return_token_offsets return_mm_kwargs"
     ),

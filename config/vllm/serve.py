@@ -13,6 +13,7 @@ SERVE = table(
     same("host port api_key ssl_certfile ssl_keyfile served_model_name data_parallel_size"),
     same("api_server_count shutdown_timeout config"),
     same("allowed_origins", "separated by commas; none unless given"),
+    same("reasoning_parser", "auto reads the chat template; none leaves reasoning in the text"),
     same("tool_call_parser", "auto reads the chat template; hermes, llama3_json, mistral, …"),
     other(otlp_traces_endpoint="otlp_endpoint", uvicorn_limit_concurrency="limit_concurrency"),
     ignored(_TOOLS, "enable_auto_tool_choice", switch=True),

@@ -18,6 +18,10 @@ from ..console.options import checked
 from ..http.intake.hosts import checked_hosts
 
 PARSERS = ("auto", "hermes", "llama3_json", "mistral", "qwen3_coder", "xlam")
+REASONING = (
+    *("auto", "none", "deepseek_r1", "deepseek_v3", "glm45", "granite", "mistral", "olmo3"),
+    *("qwen3", "seed_oss"),
+)
 _FORMATS = ("text", "json")
 _MOST_PROCESSES = 64
 _EXTRA = ("fastapi", "uvicorn", "uvloop", "httptools", "zmq", "prometheus_client")
@@ -168,6 +172,28 @@ class Log:
         return LogStyle(level, json=self.log_format == "json")
 
 
+@dataclass(frozen=True)
+class Formats:
+    """Flags of how the model writes what is no plain text.
+
+    Raises:
+        UserError: a format is unknown.
+    """
+
+    reasoning_parser: Annotated[
+        str, typer.Option(help=f"How the model marks its thinking: {', '.join(REASONING)}.")
+    ] = "auto"
+    tool_call_parser: Annotated[
+        str, typer.Option(help=f"How the model calls tools: {', '.join(PARSERS)}.")
+    ] = "auto"
+
+    def __post_init__(self) -> None:
+        known = {"tool_call_parser": PARSERS, "reasoning_parser": REASONING}
+        for option, names in known.items():
+            if (name := getattr(self, option)) not in names:
+                raise UserError(f"{option}={name!r}: expected one of {', '.join(names)}")
+
+
 @model_flags
 def serve(
     engine: dict[str, Any],
@@ -182,9 +208,7 @@ def serve(
     otlp_endpoint: Annotated[
         str | None, typer.Option(help="Collector of OpenTelemetry traces: http://HOST:4318.")
     ] = None,
-    tool_call_parser: Annotated[
-        str, typer.Option(help=f"How the model calls tools: {', '.join(PARSERS)}.")
-    ] = "auto",
+    formats: Formats,
 ) -> None:
     """Serve OpenAI's and Anthropic's API over HTTP, with the engine in a process of its own.
 
@@ -192,9 +216,6 @@ def serve(
     """
     options = checked(engine, weights=True)
     join_torchrun(options.tensor_parallel_size, options.pipeline_parallel_size)
-    if tool_call_parser not in PARSERS:
-        parsers = ", ".join(PARSERS)
-        raise UserError(f"tool_call_parser={tool_call_parser!r}: expected one of {parsers}")
     keys = _keys("api_key", access.api_key or [], access.api_key_file)
     admin_keys = _keys("admin_api_key", access.admin_api_key or [], access.admin_api_key_file)
     life, server_settings = _import()
@@ -213,7 +234,8 @@ def serve(
         allowed_hosts=checked_hosts(access.allowed_host) if access.allowed_host else None,
         otlp_endpoint=_collector(otlp_endpoint),
         strict_fields=limits.strict_fields,
-        tool_format=None if tool_call_parser == "auto" else tool_call_parser,
+        thinking=formats.reasoning_parser,
+        tool_format=None if formats.tool_call_parser == "auto" else formats.tool_call_parser,
         log=server_settings.LogSettings(
             style=log.style(),
             answers=not log.disable_uvicorn_access_log,

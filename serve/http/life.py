@@ -34,6 +34,7 @@ from .intake.limits import HEAD_S, LimitedProtocol, Uploads
 from .jobs.settings import Settings
 from .jobs.state import Phase, ServerState
 from .jobs.stats import log_loads
+from .reasoning import PARSERS, detect as detect_thinking
 from .tool_calls.call_reader import detect
 
 _log = logging.getLogger(__name__)
@@ -241,8 +242,8 @@ class Life:
         tokenizer = self._client.inputs.tokenizer
         if self._client.seat.index == 0:
             self._tell_start(reports)
-        if tokenizer is not None and self._state.tool_format is None:
-            self._state.tool_format = detect(tokenizer.chat_template)
+        if tokenizer is not None:
+            self._read_template(tokenizer.chat_template)
         # What has been made by now lives as long as the process: no collection looks at it again.
         gc.collect()
         gc.freeze()
@@ -253,6 +254,16 @@ class Life:
             self._tell_address()
             if (every_s := self._state.settings.log.stats_s) is not None:
                 self._loads = asyncio.create_task(log_loads(self._state, every_s))
+
+    def _read_template(self, template: str) -> None:
+        """Take from the chat template how the model writes, where no option says it."""
+        state = self._state
+        if state.tool_format is None:
+            state.tool_format = detect(template)
+        name: str | None = state.settings.thinking
+        if name == "auto":
+            name = detect_thinking(template)
+        state.thinking = PARSERS.get(name or "")
 
     def _tell_start(self, reports: list[dict[str, Any]]) -> None:
         for number, report in enumerate(reports):

@@ -14,6 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from fusewright.serve.commands.serve import PARSERS
 from fusewright.serve.http.endpoints.response_items import Items
+from fusewright.serve.http.reasoning.output_reader import OutputReader
 from fusewright.serve.http.tool_calls.call_reader import FORMATS, CallReader, detect, divided
 from fusewright.serve.http.tool_calls.json_scan import MAX_DEPTH, JsonScan
 
@@ -310,7 +311,7 @@ def test_arguments_are_the_text_that_the_model_wrote() -> None:
 def test_items_of_a_response_are_those_of_the_whole_text(text: str) -> None:
     told = []
     for pieces in cuts(text):
-        items = Items("resp_1", CallReader(FORMATS["hermes"]))
+        items = Items("resp_1", OutputReader(None, CallReader(FORMATS["hermes"])))
         events = [event for piece in pieces for event in items.push(piece)] + items.finish("stop")
         texts = [content["delta"] for kind, content in events if kind.endswith("text.delta")]
         done = [content["item"] for kind, content in events if kind.endswith("item.done")]

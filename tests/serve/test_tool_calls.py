@@ -14,7 +14,8 @@ import pytest
 
 from fusewright.engine.frontend.tokenizer import Tokenizer
 from fusewright.engine.messages.sampling_params import SamplingParams
-from fusewright.serve.http.endpoints.tools import Tools, tools_of, with_marks
+from fusewright.serve.http.endpoints.reading import Reading
+from fusewright.serve.http.endpoints.tools import Tools, tools_of
 from fusewright.serve.http.intake.protocol import ChatRequest
 from fusewright.serve.http.tool_calls.call_reader import FORMATS
 
@@ -28,7 +29,7 @@ def test_marks_that_are_special_tokens_are_shown(tmp_path: Path, is_special: boo
     stored["added_tokens"].append(mark)
     (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
     tools = Tools([TOOL], FORMATS["hermes"])
-    params = with_marks(SamplingParams(), tools, Tokenizer(tmp_path))
+    params = Reading(tools, tokenizer=Tokenizer(tmp_path)).applied(SamplingParams())
     assert params.skip_special_tokens is not is_special
 
 
@@ -163,7 +164,8 @@ def test_a_response_has_calls_as_items(client: openai.OpenAI) -> None:
         ({"tools": [TOOL]}, "tools"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"input": [{"type": "reasoning"}]}, "input"),
+        ({"input": [{"type": "web_search_call"}]}, "input"),
+        ({"input": [{"type": "reasoning", "content": [{"text": 1}]}]}, "input"),
         ({"input": [{"type": "function_call", "name": "add", "arguments": {}}]}, "input"),
     ],
 )

@@ -13,12 +13,12 @@ from ....engine.frontend.outputs import RequestOutput
 from ..intake.errors import ApiError, as_json, json_response
 from ..intake.protocol import ChatRequest
 from ..jobs.state import Job, ServerState
-from ..tool_calls.call_reader import Call, CallReader, divided
+from ..reasoning.output_reader import Message, Reader
 from .body import read
 from .events import Delta, EventStream, chunks, head, usage, whole
 from .generation import conversation
 from .logprobs import chat_logprobs, prompt_entries
-from .tools import Tools
+from .reading import Reading
 
 
 async def chat_completions(request: Request) -> Response:
@@ -28,7 +28,7 @@ async def chat_completions(request: Request) -> Response:
     _check(body)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     num_top = body.top_logprobs or 0
-    prompt, params, tools = await conversation(
+    prompt, params, reading = await conversation(
         state,
         body,
         body.messages,
@@ -38,10 +38,10 @@ async def chat_completions(request: Request) -> Response:
     )
     job = await state.submit(body, [prompt], params, request)
     if body.stream:
-        return EventStream(state, job, _stream(job, body, num_top, tools))
+        return EventStream(state, job, _stream(job, body, num_top, reading))
     (output,) = await whole(state, job, request.receive)
     return json_response(
-        _answer(job, body, output, num_top, tools), headers={"x-request-id": job.name}
+        _answer(job, body, output, num_top, reading), headers={"x-request-id": job.name}
     )
 
 
@@ -51,28 +51,26 @@ def _check(body: ChatRequest) -> None:
 
 
 def _answer(
-    job: Job, body: ChatRequest, output: RequestOutput, num_top: int, tools: Tools
+    job: Job, body: ChatRequest, output: RequestOutput, num_top: int, reading: Reading
 ) -> dict[str, Any]:
     choices, echoed = [], _echoed(body)
     for completion in output.outputs:
-        content, calls = completion.text, list[Call]()
-        finish_reason = completion.finish_reason
-        if (reader := tools.reader()) is not None:
-            content, calls = divided([*reader.push(completion.text), *reader.finish()])
-            finish_reason = reader.finish_reason(finish_reason)
-        content = echoed + content
+        reader = reading.reader()
+        told = Message.of([*reader.push(completion.text), *reader.finish()])
+        content = echoed + told.content
         message: dict[str, Any] = {
             "role": "assistant",
-            "content": content if content or not calls else None,
+            "content": content if content or not (told.calls or told.thinking) else None,
             "refusal": None,
+            **_thinking(told),
         }
-        if calls:
-            message["tool_calls"] = [call.to_json() for call in calls]
+        if told.calls:
+            message["tool_calls"] = [call.to_json() for call in told.calls]
         choice: dict[str, Any] = {
             "index": completion.index,
             "message": message,
             "logprobs": None,
-            "finish_reason": finish_reason,
+            "finish_reason": reader.finish_reason(completion.finish_reason),
             "stop_reason": completion.stop_reason,
         }
         if completion.logprobs is not None:
@@ -86,7 +84,12 @@ def _answer(
     answer = {
         **head(job, "chat.completion"),
         "choices": choices,
-        "usage": usage(job.num_prompt_tokens, num_output, output.num_cached_tokens),
+        "usage": usage(
+            job.num_prompt_tokens,
+            num_output,
+            output.num_cached_tokens,
+            reading.num_thoughts(c.token_ids for c in output.outputs),
+        ),
     }
     if body.prompt_logprobs is not None:
         answer["prompt_logprobs"] = prompt_entries(output)
@@ -107,30 +110,40 @@ def _echoed(body: ChatRequest) -> str:
     return "\n".join(text for text in texts if isinstance(text, str))
 
 
-def _stream(job: Job, body: ChatRequest, num_top: int, tools: Tools) -> AsyncGenerator[bytes, None]:
+def _thinking(told: Message) -> dict[str, str]:
+    """The fields of the thinking: vLLM's older name and its newer one."""
+    return {"reasoning_content": told.thinking, "reasoning": told.thinking} if told.thinking else {}
+
+
+def _stream(
+    job: Job, body: ChatRequest, num_top: int, reading: Reading
+) -> AsyncGenerator[bytes, None]:
     started: set[int] = set()
-    readers: dict[int, CallReader | None] = {}
+    readers: dict[int, Reader] = {}
     echoed = _echoed(body)
 
     def choice(delta: Delta) -> dict[str, Any] | None:
-        text, calls = delta.text, list[dict[str, Any]]()
         finish_reason = delta.output.finish_reason
-        if delta.index not in readers:
-            readers[delta.index] = tools.reader()
-        if (reader := readers[delta.index]) is not None:
-            text, calls = _read(reader, delta)
+        if (reader := readers.get(delta.index)) is None:
+            reader = readers[delta.index] = reading.reader()
+        first_call, parts = reader.num_calls, reader.push(delta.text)
+        if finish_reason is not None:
+            parts = [*parts, *reader.finish()]
             finish_reason = reader.finish_reason(finish_reason)
+        told = Message.of(parts)
         is_first = delta.index not in started
-        text = echoed + text if is_first else text
-        is_told = text or calls or finish_reason is not None
+        text = echoed + told.content if is_first else told.content
+        is_told = text or told.calls or told.thinking or finish_reason is not None
         if not is_told and delta.logprobs is None and not body.return_token_ids:
             return None
         message: dict[str, Any] = {"role": "assistant"} if is_first else {}
         started.add(delta.index)
-        if text or (is_first and not calls):
+        if text or (is_first and not (told.calls or told.thinking)):
             message["content"] = text
-        if calls:
-            message["tool_calls"] = calls
+        message |= _thinking(told)
+        if told.calls:
+            numbered = enumerate(told.calls, start=first_call)
+            message["tool_calls"] = [{"index": n, **call.to_json()} for n, call in numbered]
         logprobs = None
         if delta.logprobs is not None:
             logprobs = chat_logprobs(delta.logprobs, num_top, body.return_tokens_as_token_ids)
@@ -142,14 +155,5 @@ def _stream(job: Job, body: ChatRequest, num_top: int, tools: Tools) -> AsyncGen
             "stop_reason": delta.output.stop_reason,
         }
 
-    return chunks(job, body, head(job, "chat.completion.chunk"), choice)
-
-
-def _read(reader: CallReader, delta: Delta) -> tuple[str, list[dict[str, Any]]]:
-    """The content and the complete calls that a delta adds to a message."""
-    first = reader.num_calls
-    parts = reader.push(delta.text)
-    if delta.output.finish_reason is not None:
-        parts += reader.finish()
-    content, calls = divided(parts)
-    return content, [{"index": n, **call.to_json()} for n, call in enumerate(calls, start=first)]
+    head_of_all = head(job, "chat.completion.chunk")
+    return chunks(job, body, head_of_all, choice, reading.num_thoughts)

@@ -6,7 +6,7 @@ A client that goes away ends its job at once: somebody always listens for that.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -181,21 +181,32 @@ def head(job: Job, kind: str) -> dict[str, Any]:
     return {"id": job.name, "object": kind, "created": job.created, "model": job.model}
 
 
-def usage(num_prompt: int, num_output: int, num_cached: int) -> dict[str, Any]:
-    """OpenAI's count of tokens; ``num_cached`` of the prompts were in the prefix cache."""
-    return {
+def usage(
+    num_prompt: int, num_output: int, num_cached: int, num_thoughts: int | None = None
+) -> dict[str, Any]:
+    """OpenAI's count of tokens; ``num_cached`` of the prompts were in the prefix cache, and
+    ``num_thoughts`` of the outputs are thinking, if that is told apart."""
+    counts: dict[str, Any] = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
         "prompt_tokens_details": {"cached_tokens": num_cached},
     }
+    if num_thoughts is not None:
+        counts["completion_tokens_details"] = {"reasoning_tokens": num_thoughts}
+    return counts
+
+
+CountThoughts = Callable[[Iterable[Sequence[int]]], int | None]
+"""Number of tokens of thinking in the token ids of outputs; None if it is not told apart."""
 
 
 class UsageCount:
     """Counts the tokens of a stream, and adds them to its events where they were asked for."""
 
-    def __init__(self, job: Job, body: Any) -> None:
+    def __init__(self, job: Job, body: Any, count_thoughts: CountThoughts | None = None) -> None:
         options = body.stream_options
+        self._count_thoughts, self._outputs = count_thoughts, dict[int, list[int]]()
         self.at_end = bool(options and options.include_usage)
         self._always = self.at_end and bool(options.continuous_usage_stats)
         self._num_prompt, self._num_output = job.num_prompt_tokens, 0
@@ -204,6 +215,7 @@ class UsageCount:
 
     def add(self, delta: Delta) -> None:
         self._num_output += len(delta.token_ids)
+        self._outputs[delta.index] = delta.output.token_ids
         num_cached = delta.request.num_cached_tokens
         self._num_cached += num_cached - self._num_cached_of.get(delta.prompt, 0)
         self._num_cached_of[delta.prompt] = num_cached
@@ -215,16 +227,22 @@ class UsageCount:
         return {"usage": None} if self.at_end else {}
 
     def total(self) -> dict[str, Any]:
-        return usage(self._num_prompt, self._num_output, self._num_cached)
+        count = self._count_thoughts
+        num_thoughts = None if count is None else count(self._outputs.values())
+        return usage(self._num_prompt, self._num_output, self._num_cached, num_thoughts)
 
 
 async def chunks(
-    job: Job, body: Any, head: dict[str, Any], choice: Callable[[Delta], dict[str, Any] | None]
+    job: Job,
+    body: Any,
+    head: dict[str, Any],
+    choice: Callable[[Delta], dict[str, Any] | None],
+    count_thoughts: CountThoughts | None = None,
 ) -> AsyncGenerator[bytes, None]:
     """The events of a completion: one for each delta with its ``choice``, then the usage if the
     client wants it.  A delta of which there is nothing to tell, such as a part of a character, has
     none.  ``head`` is what all events share."""
-    count = UsageCount(job, body)
+    count = UsageCount(job, body, count_thoughts)
     async for gained in deltas(job):
         pieces = []
         for delta in gained:

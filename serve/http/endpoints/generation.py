@@ -1,5 +1,5 @@
 """What the body of a completion, a chat, a response or a message asks of the engine: its prompt,
-its sampling and the tools that it may call."""
+its sampling, and how its outputs are read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from ..intake.protocol import (
     Templated,
 )
 from ..jobs.state import ServerState
-from .tools import Tools, tools_of, with_marks
+from .reading import Reading, continued_text
+from .tools import Tools, tools_of
 
 _T = TypeVar("_T")
 _LITTLE = 1000
@@ -50,7 +51,7 @@ class Conversation(NamedTuple):
 
     prompt: Prompt
     params: SamplingParams
-    tools: Tools
+    reading: Reading
 
 
 def refuse(body: Generation, names: Iterable[str], why: str) -> None:
@@ -83,13 +84,30 @@ async def conversation(
             raise ApiError(400, "tool_choice: not beside a form of the output", param="tool_choice")
         asked["grammar"] = tools.grammar or grammar
         params = sampling_params(body, inputs.default_sampling, **asked)
-        return with_marks(params, tools, inputs.tokenizer), tools
+        return params, tools
 
     forms = (body.response_format, body.structured_outputs, body.guided_json, body.tools)
     params, tools = await work_on(state, plan, forms)
     with state.preparing(params.n):
         prompt = await render(state, body, messages, tools.tools)
-    return Conversation(prompt, params, tools)
+    reading = _reading(state, body, messages, prompt, tools)
+    return Conversation(prompt, reading.applied(params), reading)
+
+
+def _reading(
+    state: ServerState,
+    body: ChatRequest | ResponsesRequest | MessagesRequest,
+    messages: Sequence[Mapping[str, Any]],
+    prompt: Any,
+    tools: Tools,
+) -> Reading:
+    """How the outputs behind a prompt are read."""
+    tokenizer, marks = state.client.inputs.tokenizer, state.thinking
+    if marks is None or tokenizer is None:
+        return Reading(tools, tokenizer=tokenizer)
+    continued = continued_text(messages[-1]) if body.continue_final_message is True else None
+    opening = marks.opening(prompt["prompt"], continued)
+    return Reading(tools, marks, opening, body.include_reasoning is not False, tokenizer)
 
 
 async def render(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ....engine.frontend.outputs import CompletionOutput
 from ..intake.errors import ApiError
 from ..intake.protocol import CountTokensRequest
-from ..tool_calls.call_reader import Call, CallReader
+from ..reasoning.output_reader import Part, Reader
+from ..reasoning.thought_reader import Thought
+from ..tool_calls.call_reader import Call
 
 _BILLING = "x-anthropic-billing-header"
 """A block of a system prompt that begins so tells of the client, and changes with each request: the
@@ -162,7 +165,7 @@ class Blocks:
     """The blocks of an output, in their order, and the events that tell of them.
 
     Args:
-        reader: finds calls; None if there are no tools.
+        reader: of the output.
 
     Attributes:
         blocks: those that have begun.
@@ -170,24 +173,22 @@ class Blocks:
         stop_sequence: the stop string that ended it, if one did.
     """
 
-    def __init__(self, reader: CallReader | None) -> None:
+    def __init__(self, reader: Reader) -> None:
         self.blocks: list[dict[str, Any]] = []
         self.stop_reason: str | None = None
         self.stop_sequence: str | None = None
-        self._reader, self._texts = reader, list[str]()
-        """``_texts`` are the pieces of the last block while it is one of text and may go on."""
+        self._reader, self._kind, self._texts = reader, "", list[str]()
+        """The kind of the last block, text or thinking, and its pieces while it may go on."""
 
     def push(self, text: str) -> list[dict[str, Any]]:
         """The events of a text that has come."""
-        return self._add([text] if self._reader is None else self._reader.push(text))
+        return self._add(self._reader.push(text))
 
     def finish(self, output: CompletionOutput, max_tokens: int) -> list[dict[str, Any]]:
         """The last events of blocks, when the output has ended, which could have ``max_tokens``."""
         reason, stop = output.finish_reason, output.stop_reason
-        events = []
-        if self._reader is not None:
-            events = self._add(self._reader.finish())
-            reason = self._reader.finish_reason(reason)
+        events = self._add(self._reader.finish())
+        reason = self._reader.finish_reason(reason)
         self.stop_reason = _STOP_REASONS.get(reason or "", "end_turn")
         if self.stop_reason == "max_tokens" and len(output.token_ids) < max_tokens:
             self.stop_reason = "model_context_window_exceeded"
@@ -195,18 +196,28 @@ class Blocks:
             self.stop_reason, self.stop_sequence = "stop_sequence", stop
         return events + self._end_text()
 
-    def _add(self, parts: Iterable[str | Call]) -> list[dict[str, Any]]:
+    def _add(self, parts: Iterable[Part]) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []
         for part in parts:
-            events += self._add_text(part) if isinstance(part, str) else self._add_call(part)
+            if isinstance(part, Call):
+                events += self._add_call(part)
+            elif isinstance(part, Thought):
+                events += self._add_text("thinking", part.text)
+            else:
+                events += self._add_text("text", part)
         return events
 
-    def _add_text(self, text: str) -> list[dict[str, Any]]:
+    def _add_text(self, kind: str, text: str) -> list[dict[str, Any]]:
         if not text:
             return []
-        events = [] if self._texts else self._begin({"type": "text", "text": ""})
+        events = []
+        if kind != self._kind:
+            events = self._end_text()
+            more = {"signature": ""} if kind == "thinking" else {}
+            events += self._begin({"type": kind, kind: "", **more})
+            self._kind = kind
         self._texts.append(text)
-        return [*events, self._delta({"type": "text_delta", "text": text})]
+        return [*events, self._delta({"type": f"{kind}_delta", kind: text})]
 
     def _add_call(self, call: Call) -> list[dict[str, Any]]:
         events = self._end_text()
@@ -225,8 +236,15 @@ class Blocks:
         return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
 
     def _end_text(self) -> list[dict[str, Any]]:
-        if not self._texts:
+        kind, events = self._kind, list[dict[str, Any]]()
+        if not kind:
             return []
-        self.blocks[-1] = {"type": "text", "text": "".join(self._texts)}
+        self.blocks[-1] = {"type": kind, kind: "".join(self._texts)}
+        if kind == "thinking":
+            # Clients send no thinking back that is not signed.
+            signed = {"signature": uuid.uuid4().hex}
+            self.blocks[-1] |= signed
+            events.append(self._delta({"type": "signature_delta", **signed}))
+        self._kind = ""
         self._texts.clear()
-        return [{"type": "content_block_stop", "index": len(self.blocks) - 1}]
+        return [*events, {"type": "content_block_stop", "index": len(self.blocks) - 1}]

@@ -16,7 +16,7 @@ from .body import read
 from .events import EventStream, deltas, named_event, whole
 from .generation import OF_CHATS, conversation, refuse, render
 from .message_blocks import Blocks, chat_messages, chat_tools
-from .tools import Tools
+from .reading import Reading
 
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
@@ -28,13 +28,13 @@ async def messages(request: Request) -> Response:
     refuse(body, OF_CHATS, "an answer here has no such part; ask /v1/chat/completions")
     asked = body.model_copy(update={**_as_chat(body), **_sampling(body)})
     talk = chat_messages(body)
-    prompt, params, tools = await conversation(state, asked, talk, max_tokens=body.max_tokens)
+    prompt, params, reading = await conversation(state, asked, talk, max_tokens=body.max_tokens)
     job = await state.submit(body, [prompt], params, request)
     if body.stream:
-        return EventStream(state, job, _stream(job, tools, body.max_tokens), _failed, done=b"")
+        return EventStream(state, job, _stream(job, reading, body.max_tokens), _failed, done=b"")
     (output,) = await whole(state, job, request.receive)
     (completion,) = output.outputs
-    blocks = Blocks(tools.reader())
+    blocks = Blocks(reading.reader())
     blocks.push(completion.text)
     blocks.finish(completion, body.max_tokens)
     answer = _message(job, blocks, _usage(job, output))
@@ -71,6 +71,7 @@ def _as_chat(body: CountTokensRequest) -> dict[str, Any]:
         raise ApiError(400, f"output_config.effort: expected {expected}", param="output_config")
     if thinks == "disabled":
         effort = "none"
+        changed["include_reasoning"] = False
     elif thinks == "enabled":
         effort = effort or "high"
     if effort is not None and body.reasoning_effort is None:
@@ -119,8 +120,8 @@ def _usage(job: Job, output: RequestOutput | None) -> dict[str, int]:
     }
 
 
-async def _stream(job: Job, tools: Tools, max_tokens: int) -> AsyncGenerator[bytes, None]:
-    blocks = Blocks(tools.reader())
+async def _stream(job: Job, reading: Reading, max_tokens: int) -> AsyncGenerator[bytes, None]:
+    blocks = Blocks(reading.reader())
     begun = _message(job, blocks, _usage(job, None))
     yield named_event({"type": "message_start", "message": begun})
     last: RequestOutput | None = None

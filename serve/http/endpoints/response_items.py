@@ -7,7 +7,11 @@ from typing import Any
 
 from ..intake.errors import ApiError
 from ..intake.protocol import ResponsesRequest
-from ..tool_calls.call_reader import Call, CallReader, divided
+from ..reasoning.output_reader import Message, Part, Reader
+from ..reasoning.thought_reader import Thought
+from ..tool_calls.call_reader import Call
+
+_THINKING = "reasoning_content"
 
 
 def chat_messages(body: ResponsesRequest) -> list[dict[str, Any]]:
@@ -27,7 +31,13 @@ def chat_messages(body: ResponsesRequest) -> list[dict[str, Any]]:
             content = item.get("content")
             if isinstance(content, list):
                 content = [_part(part) for part in content]
-            messages.append({"role": item.get("role"), "content": content})
+            message = {"role": item.get("role"), "content": content}
+            if message["role"] == "assistant" and messages and _is_thinking(messages[-1]):
+                messages[-1]["content"] = content
+            else:
+                messages.append(message)
+        elif kind == "reasoning":
+            messages.append({"role": "assistant", "content": None, _THINKING: _thinking_of(item)})
         elif kind == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})
@@ -42,7 +52,25 @@ def chat_messages(body: ResponsesRequest) -> list[dict[str, Any]]:
         else:
             kind = str(kind)[:50]
             raise ApiError(400, f"input: items of type {kind!r} are not served", param="input")
-    return messages
+    # Thinking that was cut, or whose answer was left out, is no message.
+    return [each for each in messages if not _is_thinking(each)]
+
+
+def _is_thinking(message: dict[str, Any]) -> bool:
+    """Whether a message has thinking alone, so far."""
+    return _THINKING in message and message["content"] is None and "tool_calls" not in message
+
+
+def _thinking_of(item: dict[str, Any]) -> str:
+    """The text of an item of thinking; its summary if it has no text."""
+    texts = []
+    for part in item.get("content") or item.get("summary") or []:
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str):
+            message = "input: expected {'type': 'reasoning_text', 'text': …} in a reasoning item"
+            raise ApiError(400, message, param="input")
+        texts.append(text)
+    return "\n".join(texts)
 
 
 def _chat_call(item: dict[str, Any]) -> dict[str, Any]:
@@ -88,31 +116,32 @@ class Items:
     """The items of an output, in the order in which they begin, and the events that tell of them.
 
     Args:
-        reader: finds calls; None if there are no tools.
+        reader: of the output.
 
     Attributes:
         items: those that have begun.
         status: "in_progress", then "completed" or "incomplete".
     """
 
-    def __init__(self, response_id: str, reader: CallReader | None) -> None:
+    def __init__(self, response_id: str, reader: Reader) -> None:
         self.items: list[dict[str, Any]] = []
         self.status = "in_progress"
         self._response_id, self._reader = response_id, reader
         self._texts: list[str] = []
         self._message_at = 0
+        self._thoughts: list[str] = []
+        """The pieces of the last item while it is one of thinking and may go on."""
 
     def push(self, text: str) -> list[Event]:
         """The events of a text that has come."""
-        return self._add([text] if self._reader is None else self._reader.push(text))
+        return self._add(self._reader.push(text))
 
     def finish(self, reason: str | None) -> list[Event]:
         """The last events, when the output ends for ``reason``."""
-        events = []
-        if self._reader is not None:
-            events = self._add(self._reader.finish())
-            reason = self._reader.finish_reason(reason)
+        events = self._add(self._reader.finish())
+        reason = self._reader.finish_reason(reason)
         self.status = "incomplete" if reason == "length" else "completed"
+        events += self._end_thinking(self.status)
         if not self.items:
             events += self._begin_message()
         if self._texts:
@@ -127,14 +156,18 @@ class Items:
             ]
         return events
 
-    def _add(self, parts: Sequence[str | Call]) -> list[Event]:
-        """Add what was found; content becomes one message, which begins where the first does."""
-        text = divided(parts)[0]
+    def _add(self, parts: Sequence[Part]) -> list[Event]:
+        """Add what was read; content becomes one message, which begins where the first does."""
+        text = Message.of(parts).content
         events: list[Event] = []
         for part in parts:
-            if not isinstance(part, str):
+            if isinstance(part, Thought):
+                events += self._add_thought(part.text)
+            elif isinstance(part, Call):
+                events += self._end_thinking()
                 events += self._add_call(part)
             elif text:
+                events += self._end_thinking()
                 events += self._begin_message() if not self._texts else []
                 self._texts.append(text)
                 content = {**self._part(), "delta": text, "logprobs": []}
@@ -155,6 +188,39 @@ class Items:
     def _part(self) -> dict[str, Any]:
         item = self.items[self._message_at]
         return {"item_id": item["id"], "output_index": self._message_at, "content_index": 0}
+
+    def _add_thought(self, text: str) -> list[Event]:
+        events: list[Event] = []
+        if not self._thoughts:
+            at = {"output_index": len(self.items)}
+            item = _thinking_item(f"{self._response_id}_{len(self.items)}", None, "in_progress")
+            self.items.append(item)
+            part = {**self._last_part(), "part": _thinking_part("")}
+            events = [
+                ("response.output_item.added", {**at, "item": item}),
+                ("response.content_part.added", part),
+            ]
+        self._thoughts.append(text)
+        return [*events, ("response.reasoning_text.delta", {**self._last_part(), "delta": text})]
+
+    def _end_thinking(self, status: str = "completed") -> list[Event]:
+        if not self._thoughts:
+            return []
+        text = "".join(self._thoughts)
+        self._thoughts.clear()
+        at = self._last_part()
+        item = self.items[-1] = _thinking_item(
+            f"{self._response_id}_{len(self.items) - 1}", text, status
+        )
+        return [
+            ("response.reasoning_text.done", {**at, "text": text}),
+            ("response.content_part.done", {**at, "part": _thinking_part(text)}),
+            ("response.output_item.done", {"output_index": at["output_index"], "item": item}),
+        ]
+
+    def _last_part(self) -> dict[str, Any]:
+        at = len(self.items) - 1
+        return {"item_id": self.items[at]["id"], "output_index": at, "content_index": 0}
 
     def _add_call(self, call: Call) -> list[Event]:
         at = {"output_index": len(self.items)}
@@ -180,6 +246,21 @@ def _message_item(response_id: str, text: str | None, status: str) -> dict[str, 
         "status": status,
         "content": [] if text is None else [_text_part(text)],
     }
+
+
+def _thinking_item(name: str, text: str | None, status: str) -> dict[str, Any]:
+    """Thinking; ``text`` is None until it has any."""
+    return {
+        "id": f"rs_{name.removeprefix('resp_')}",
+        "type": "reasoning",
+        "summary": [],
+        "status": status,
+        "content": [] if text is None else [_thinking_part(text)],
+    }
+
+
+def _thinking_part(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
 
 
 def _text_part(text: str) -> dict[str, Any]:

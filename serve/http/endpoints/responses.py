@@ -18,8 +18,8 @@ from ..jobs.state import Job, ServerState
 from .body import read
 from .events import EventStream, deltas, named_event, whole
 from .generation import OF_CHATS, conversation, refuse
+from .reading import Reading
 from .response_items import Items, chat_messages, chat_tools
-from .tools import Tools
 
 
 async def responses(request: Request) -> Response:
@@ -30,18 +30,18 @@ async def responses(request: Request) -> Response:
     refuse(body, ("max_tokens",), "it is a field of chats: use max_output_tokens")
     refuse(body, ("response_format",), "it is a field of chats: use text.format")
     asked = body.model_copy(update=_as_chat(body))
-    prompt, params, tools = await conversation(
+    prompt, params, reading = await conversation(
         state, asked, chat_messages(body), max_tokens=body.max_output_tokens
     )
     job = await state.submit(body, [prompt], params, request)
     if body.stream:
-        return EventStream(state, job, _stream(job, body, tools), _failed, done=b"")
+        return EventStream(state, job, _stream(job, body, reading), _failed, done=b"")
     (output,) = await whole(state, job, request.receive)
     (completion,) = output.outputs
-    items = Items(job.name, tools.reader())
+    items = Items(job.name, reading.reader())
     items.push(completion.text)
     items.finish(completion.finish_reason)
-    answer = _answer(job, body, items, output)
+    answer = _answer(job, body, items, output, reading)
     return json_response(answer, headers={"x-request-id": job.name})
 
 
@@ -73,17 +73,22 @@ def _format(body: ResponsesRequest) -> dict[str, Any] | None:
 
 
 def _answer(
-    job: Job, body: ResponsesRequest, items: Items, output: RequestOutput | None
+    job: Job,
+    body: ResponsesRequest,
+    items: Items,
+    output: RequestOutput | None,
+    reading: Reading,
 ) -> dict[str, Any]:
     """The response; without an output it has only begun."""
     counts = None
     if output is not None:
         num_prompt, num_output = job.num_prompt_tokens, len(output.outputs[0].token_ids)
+        num_thoughts = reading.num_thoughts([output.outputs[0].token_ids])
         counts = {
             "input_tokens": num_prompt,
             "input_tokens_details": {"cached_tokens": output.num_cached_tokens},
             "output_tokens": num_output,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": num_thoughts or 0},
             "total_tokens": num_prompt + num_output,
         }
     is_cut = items.status == "incomplete"
@@ -114,7 +119,9 @@ def _answer(
     }
 
 
-async def _stream(job: Job, body: ResponsesRequest, tools: Tools) -> AsyncGenerator[bytes, None]:
+async def _stream(
+    job: Job, body: ResponsesRequest, reading: Reading
+) -> AsyncGenerator[bytes, None]:
     number = -1
 
     def named(kind: str, content: dict[str, Any]) -> bytes:
@@ -122,8 +129,8 @@ async def _stream(job: Job, body: ResponsesRequest, tools: Tools) -> AsyncGenera
         number += 1
         return named_event({"type": kind, "sequence_number": number, **content})
 
-    items = Items(job.name, tools.reader())
-    begun = {"response": _answer(job, body, items, None)}
+    items = Items(job.name, reading.reader())
+    begun = {"response": _answer(job, body, items, None, reading)}
     yield named("response.created", begun) + named("response.in_progress", begun)
     last: RequestOutput | None = None
     async for gained in deltas(job):
@@ -134,5 +141,5 @@ async def _stream(job: Job, body: ResponsesRequest, tools: Tools) -> AsyncGenera
                 events += items.finish(delta.output.finish_reason)
             if events:
                 yield b"".join(named(*each) for each in events)
-    answer = _answer(job, body, items, last)
+    answer = _answer(job, body, items, last, reading)
     yield named(f"response.{answer['status']}", {"response": answer})

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ....config import UserError
 from ....engine.frontend.grammar import json_grammar
 from ....engine.frontend.json_schema import Document
-from ....engine.frontend.tokenizer import Tokenizer
-from ....engine.messages.sampling_params import SamplingParams
 from ..intake.errors import ApiError
 from ..intake.protocol import ChatRequest, MessagesRequest, ResponsesRequest
 from ..tool_calls.call_reader import FORMATS, CallReader, Format
@@ -42,17 +40,6 @@ class Tools:
             max_calls=None if self.is_parallel else 1,
             schemas={function["name"]: function.get("parameters") for function in functions},
         )
-
-
-def with_marks(params: SamplingParams, tools: Tools, tokenizer: Tokenizer | None) -> SamplingParams:
-    """Parameters by which texts show the marks of calls, also where they are special tokens."""
-    if tools.tools is None or tools.form is None or tools.grammar is not None or tokenizer is None:
-        return params
-    for mark in filter(None, (tools.form.start, tools.form.end)):
-        ids = tokenizer.encode(mark, add_special_tokens=False)
-        if mark in tokenizer.decode(ids, False) and mark not in tokenizer.decode(ids):
-            return replace(params, skip_special_tokens=False)
-    return params
 
 
 def tools_of(

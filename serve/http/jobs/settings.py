@@ -22,6 +22,7 @@ class Settings:
         allowed_origins: sites whose pages may ask from a browser (CORS).
         allowed_hosts: names in ``Host`` beside those that no public DNS holds; None: any.
         tool_format: how the model writes calls of tools; None: as its chat template shows.
+        thinking: how the model marks its thinking: auto, none, or a name of the parsers' table.
         otlp_endpoint: URL of the collector of traces; None: nothing is traced.
         strict_fields: refuse requests with fields that are not known.
         log: what the processes log, and how.
@@ -38,6 +39,7 @@ class Settings:
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] | None = None
     tool_format: str | None = None
+    thinking: str = "auto"
     otlp_endpoint: str | None = None
     log: LogSettings = field(default_factory=LogSettings)
     strict_fields: bool = False

@@ -1,0 +1,53 @@
+"""Lets a form of the output begin behind the thinking, as a grammar of both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from .parsers import Marks, Opening
+
+_FORM = "answer_form"
+_TEXT = "/(?s:.+)/"
+IdsOf = Callable[[str], list[int]]
+"""The token ids of a text."""
+
+
+def behind_thinking(grammar: str, marks: Marks, opening: Opening, ids_of: IdsOf) -> str:
+    """A grammar by which an output may think, or goes on thinking, before it keeps to a form.
+
+    Args:
+        grammar: of the form, as llguidance reads it.
+        ids_of: tells which marks are tokens of their own.
+    """
+    if opening is Opening.CLOSED:
+        return grammar
+    end = marks.ends[0]
+    if (token := _token(end, ids_of)) is not None:
+        thought = f"thought: THOUGHT? {token}\nTHOUGHT: {_TEXT}"
+    else:
+        thought = f"thought[suffix={_quoted(end)}]: /(?s:.*)/"
+    start = _token(marks.starts[0], ids_of) or _quoted(marks.starts[0])
+    lead = f"{start}? thought BLANKS?" if opening is Opening.OPEN else f"({start} thought BLANKS?)?"
+    lark = f"start: {lead} @{_FORM}\n{thought}\nBLANKS: /[\\x20\\t\\r\\n]{{1,4}}/"
+    first, *others = _parts(grammar)
+    return json.dumps({"grammars": [{"lark_grammar": lark}, {**first, "name": _FORM}, *others]})
+
+
+def _parts(grammar: str) -> list[dict[str, Any]]:
+    """The grammars of which llguidance's form consists; the first is where the text begins."""
+    if grammar.lstrip().startswith("{"):
+        parts: list[dict[str, Any]] = json.loads(grammar)["grammars"]
+        return parts
+    return [{"lark_grammar": grammar}]
+
+
+def _token(mark: str, ids_of: IdsOf) -> str | None:
+    """A mark as a token, in Lark; None if it is several."""
+    ids = ids_of(mark)
+    return f"<[{ids[0]}]>" if len(ids) == 1 else None
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
