@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from .forms import IdsOf
 from .parsers import Marks, Opening
 from .thought_reader import first_of
 
-_MOST_BLANKS = 4
-"""Tokens of white space that may stand before a start mark."""
+_START_TOKENS = 64
+"""Tokens within which a start mark ends, at the beginning of an output."""
 Decode = Callable[[Sequence[int]], str]
 """The text of token ids, special tokens shown."""
 
@@ -19,27 +20,30 @@ def num_thoughts(
 ) -> int:
     """Number of tokens of an output's thinking, without its marks.
 
-    Where the end mark is no token of its own, the token with the mark's first character counts as
-    the mark's.
+    Where an end mark is no token of its own, the token with its first character counts as the
+    mark's.
     """
-    starts = [ids_of(start) for start in marks.starts]
-    begins = [
-        at + len(start)
-        for start in starts
-        for at in range(_MOST_BLANKS)
-        if list(token_ids[at : at + len(start)]) == start
-    ]
-    if opening is Opening.CLOSED or (opening is Opening.FREE and not begins):
+    if opening is Opening.CLOSED:
         return 0
-    begin = min(begins, default=0)
+    begin = _num_started(token_ids[:_START_TOKENS], marks.starts, decode)
+    if begin == 0 and opening is Opening.FREE:
+        return 0
     for end in marks.ends:
         if len(ids := ids_of(end)) == 1:
             # One call for all tokens: there may be many thousands.
-            try:
+            with suppress(ValueError):
                 return [*token_ids].index(ids[0], begin) - begin
-            except ValueError:
-                return len(token_ids) - begin
     return _num_before(token_ids[begin:], marks.ends, decode)
+
+
+def _num_started(token_ids: Sequence[int], starts: Sequence[str], decode: Decode) -> int:
+    """Number of tokens of a start mark and the white space before it; 0 if there is none."""
+    if not decode(token_ids).lstrip().startswith(tuple(starts)):
+        return 0
+    for number in range(1, len(token_ids) + 1):
+        if decode(token_ids[:number]).lstrip().startswith(tuple(starts)):
+            return number
+    return 0
 
 
 def _num_before(token_ids: Sequence[int], ends: Sequence[str], decode: Decode) -> int:

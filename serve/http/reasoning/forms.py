@@ -29,8 +29,8 @@ def behind_thinking(grammar: str, marks: Marks, opening: Opening, ids_of: IdsOf)
     else:
         thought = f"thought[suffix={_quoted(end)}]: /(?s:.*)/"
     start = _token(marks.starts[0], ids_of) or _quoted(marks.starts[0])
-    lead = f"{start}? thought BLANKS?" if opening is Opening.OPEN else f"({start} thought BLANKS?)?"
-    lark = f"start: {lead} @{_FORM}\n{thought}\nBLANKS: /[\\x20\\t\\r\\n]{{1,4}}/"
+    lead = f"{start}? thought LINES?" if opening is Opening.OPEN else f"({start} thought LINES?)?"
+    lark = f"start: {lead} @{_FORM}\n{thought}\nLINES: /\\x20|\\n{{1,4}}/"
     first, *others = _parts(grammar)
     return json.dumps({"grammars": [{"lark_grammar": lark}, {**first, "name": _FORM}, *others]})
 
