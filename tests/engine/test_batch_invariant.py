@@ -1,5 +1,5 @@
 """``batch_invariant``: a request's tokens and logprobs have the same bits in any batch, order,
-chunking and state of the cache."""
+chunking and state of the cache, with drafts and without."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ PARAMS = [
     SamplingParams(temperature=0.0, repetition_penalty=1.2, max_tokens=8, logprobs=1),
 ]
 REQUESTS = [(prompt, PARAMS[i % len(PARAMS)]) for i, prompt in enumerate(PROMPTS)]
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 SETUPS: list[dict[str, Any]] = [
     {"max_num_seqs": 1, "enable_prefix_caching": False},
     {"max_num_seqs": 3, "max_num_batched_tokens": 5},
+    {"max_num_seqs": 16, "max_num_batched_tokens": 16, "speculative_config": DRAFTS},
     {"max_num_seqs": 16, "max_num_batched_tokens": 37, "block_size": 8},
     {"max_num_seqs": 24, "num_gpu_blocks_override": 40, "enable_prefix_caching": False},
     {"max_num_seqs": 24, "async_scheduling": False},
@@ -54,7 +56,7 @@ def check(
 ) -> None:
     expected = None
     on_cpu = options["device"] == "cpu"  # slow: row by row
-    for setup in SETUPS[:2] if on_cpu else SETUPS:
+    for setup in SETUPS[:3] if on_cpu else SETUPS:
         settings = {"max_model_len": 96, **options, **setup}
         llm = LLM(model, batch_invariant=True, **settings)
         cached = setup.get("enable_prefix_caching", True)
@@ -64,6 +66,8 @@ def check(
             assert given == expected, (setup, again)
         if cached:
             assert llm.report()["prefix_cache"]["hit_tokens"] > 0
+        if "speculative_config" in setup:
+            assert llm.report()["drafts"]["accepted"] > 0
 
 
 def test_bits_do_not_depend_on_batch_order_chunks_or_cache(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from fusewright import LLM, SamplingParams
-from fusewright.config import UserError
+from fusewright.config import EngineOptions, Hardware, UserError
+from fusewright.engine.engine import Engine
 from fusewright.engine.frontend.outputs import RequestOutput
+from fusewright.graph_capture import GraphKind
 
 NGRAM = {
     "method": "ngram",
@@ -80,11 +84,11 @@ def logprobs(outputs: list[RequestOutput]) -> list[float]:
     return [entry.logprob for step in steps for entry in step.values()]
 
 
-def generate(llm: LLM, kinds: dict[str, SamplingParams] | None = None) -> list[RequestOutput]:
-    """Every kind of request with every second prompt, all at once."""
-    chosen = list((kinds or KINDS).values())
-    prompts = [PROMPTS[(i + j) % len(PROMPTS)] for i in range(len(chosen)) for j in (0, 2)]
-    each = [kind for kind in chosen for _ in (0, 2)]
+def generate(llm: LLM, names: Iterable[str] = tuple(KINDS)) -> list[RequestOutput]:
+    """Requests of these kinds with two prompts each, all at once."""
+    places = [list(KINDS).index(name) for name in names]
+    prompts = [PROMPTS[(place + j) % len(PROMPTS)] for place in places for j in (0, 2)]
+    each = [KINDS[name] for name in names for _ in (0, 2)]
     heed = llm.engine.core.limits.heed_priority  # type: ignore[attr-defined]
     priority = [i % 3 for i in range(len(each))] if heed else None
     return llm.generate(prompts, each, use_tqdm=False, priority=priority)
@@ -122,6 +126,34 @@ def test_outputs_are_those_without_drafts(
     sampled = list(KINDS).index("without a seed")  # whose noise depends on the order of arrival
     same = [i for i in range(len(again)) if i // 2 != sampled]
     assert facts([again[i] for i in same]) == facts([expected[i] for i in same])
+
+
+FEW = ("greedy", "sampled", "logprobs", "stop id", "several")
+
+
+@pytest.fixture(scope="module")
+def few(expected: list[RequestOutput]) -> list[RequestOutput]:
+    """The answers to these kinds without drafts."""
+    return [expected[2 * list(KINDS).index(name) + j] for name in FEW for j in (0, 1)]
+
+
+def test_compiled_programs_and_graphs_serve_drafts(few: list[RequestOutput]) -> None:
+    """At -O2 a step with drafts replays the graph of as many decodes."""
+    hardware = Hardware(device="cpu", name="recorded", graphs="recording")
+    options = OPTIONS | {"optimization_level": 2, "max_num_seqs": 64}
+    asked = EngineOptions(**options, speculative_config=json.dumps(NGRAM))
+    engine = Engine(asked, hardware)
+    llm = LLM.from_engine(engine)
+    check(llm, generate(llm, FEW), few)
+    kinds = {kind for step, kind in engine.dispatcher.counters if step == "decode"}
+    assert kinds == {GraphKind.FULL}
+
+
+@pytest.mark.usefixtures("warm", "no_engine_is_left")
+@pytest.mark.parametrize("ranks", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_two_ranks_take_drafts(ranks: str, few: list[RequestOutput]) -> None:
+    with LLM("abacus", **OPTIONS, speculative_config=NGRAM, **{ranks: 2}) as llm:
+        check(llm, generate(llm, FEW), few)
 
 
 def test_no_drafts_are_reported_without_a_drafter() -> None:

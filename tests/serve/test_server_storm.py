@@ -126,15 +126,24 @@ class Storm:
             self.wrong.append(f"{answer.status_code} for a bad body")
 
 
-def test_a_storm_loses_no_answer_and_no_block(request: pytest.FixtureRequest) -> None:
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+
+
+@pytest.mark.product
+@pytest.mark.parametrize(
+    "flags", [(), ("--speculative-config", json.dumps(DRAFTS))], ids=["plain", "drafts"]
+)
+def test_a_storm_loses_no_answer_and_no_block(
+    flags: tuple[str, ...], request: pytest.FixtureRequest
+) -> None:
     count = request.config.getoption("--fw-storm")
     llm = LLM("abacus", device="cpu", optimization_level=0, dtype="float32")
     greedy = SamplingParams(temperature=0.0)
     outputs = llm.generate(PROMPTS, greedy, use_tqdm=False)
     expected = {o.prompt or "": o.outputs[0].text for o in outputs}
     # 48 requests of up to 210 tokens would need 672 blocks.
-    flags = ("--max-num-seqs", "32", "--num-gpu-blocks-override", "64", "--dtype", "float32")
-    server = ServerProcess(*flags).wait_ready()
+    limits = ("--max-num-seqs", "32", "--num-gpu-blocks-override", "64", "--dtype", "float32")
+    server = ServerProcess(*limits, *flags).wait_ready()
     try:
         pids = {"API": server.process.pid, "engine": server.engine_pid}
         storm = Storm(server.url, expected)
