@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import re
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import median
@@ -21,7 +21,7 @@ import msgspec
 
 from ..config import UserError
 from ..engine.process.awake import Awake
-from .serving import RequestTimes, Run
+from .serving import RequestTimes, Run, measuring
 from .workloads import Work
 
 _T = TypeVar("_T")
@@ -112,7 +112,8 @@ def load(
     Raises:
         UserError: the server cannot be reached, or answers with an error.
     """
-    return _run_loop(_load(target, works, times, most_open))
+    with measuring(len(works)) as advance:
+        return _run_loop(_load(target, works, times, most_open, advance))
 
 
 def _run_loop(work: Coroutine[Any, Any, _T]) -> _T:
@@ -177,7 +178,11 @@ def _sums(target: HttpTarget) -> dict[str, float]:
 
 
 async def _load(
-    target: HttpTarget, works: Sequence[Work], times: Sequence[float], most_open: int | None
+    target: HttpTarget,
+    works: Sequence[Work],
+    times: Sequence[float],
+    most_open: int | None,
+    advance: Callable[[int], None],
 ) -> Run:
     client = _Client(target)
     room = asyncio.Semaphore(most_open or len(works))
@@ -191,6 +196,7 @@ async def _load(
         answer = _Answer(due, len(works[index].prompt_token_ids))
         async with room:
             await client.ask(bodies[index], answer)
+        advance(1)
         return answer
 
     tasks = [asyncio.ensure_future(ask(index)) for index in range(len(works))]

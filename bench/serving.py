@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -15,6 +16,7 @@ from ..engine.frontend.gc_pause import gc_paused
 from ..engine.frontend.loop import EngineLoop
 from ..engine.messages.requests import NewTokens
 from ..engine.messages.sampling_params import SamplingParams
+from ..engine.worker.progress import show_progress
 from .workloads import Work
 
 PERCENTILES = (50, 90, 99)
@@ -122,6 +124,27 @@ def run(engine: EngineLoop, works: Sequence[Work], times: Sequence[float] | None
         UserError: a request is longer than ``max_model_len``.
     """
     check_length(engine, max(len(work.prompt_token_ids) + work.output_len for work in works))
+    with measuring(len(works)) as advance:
+        return _run(engine, works, times, advance)
+
+
+@contextmanager
+def measuring(count: int) -> Iterator[Callable[[int], None]]:
+    """Have the log say every ten seconds how many of ``count`` requests are answered; yields what
+    counts them."""
+    with (
+        show_progress(draws=False) as progress,
+        progress.bar("Measuring: requests", count) as advance,
+    ):
+        yield advance
+
+
+def _run(
+    engine: EngineLoop,
+    works: Sequence[Work],
+    times: Sequence[float] | None,
+    advance: Callable[[int], None],
+) -> Run:
     came: list[tuple[float, NewTokens]] = []
 
     def on_tokens(tokens: NewTokens) -> None:
@@ -136,7 +159,7 @@ def run(engine: EngineLoop, works: Sequence[Work], times: Sequence[float] | None
     try:
         with gc_paused() as added:
             added()
-            _serve(engine, due)
+            _serve(engine, due, advance)
     except BaseException:
         for request_id in due:
             engine.abort(request_id)
@@ -170,7 +193,9 @@ def greedy(work: Work) -> tuple[dict[str, Any], SamplingParams]:
     return {"prompt_token_ids": work.prompt_token_ids}, params
 
 
-def _serve(engine: EngineLoop, due: Mapping[str, tuple[float, Work]]) -> None:
+def _serve(
+    engine: EngineLoop, due: Mapping[str, tuple[float, Work]], advance: Callable[[int], None]
+) -> None:
     """Add each request when it is due, in order, and step until all are finished."""
     waiting = list(due)[::-1]
     while waiting or engine.has_unfinished():
@@ -181,6 +206,7 @@ def _serve(engine: EngineLoop, due: Mapping[str, tuple[float, Work]]) -> None:
             for output in engine.step():
                 if output.error is not None:
                     raise UserError(f"request {output.request_id} failed: {output.error}")
+                advance(1)
         elif waiting:
             time.sleep(max(0.0, due[waiting[-1]][0] - time.perf_counter()))
 

@@ -30,6 +30,7 @@ from ..messages.open_outputs import output_id
 from ..messages.requests import AbortRequests, Core, Finished, StepOutputs
 from ..ranks.executor import started_ranks
 from ..ranks.lifetime import Failure, end_with, leave_signals_to_the_parent
+from ..worker.progress import importing
 from .awake import AWAKE_S
 from .backlog import Backlog
 from .heartbeat import Heartbeat
@@ -282,7 +283,8 @@ def _serve(
 ) -> None:
     with collecting_rarely(), started_ranks(options) as others:
         # Not sooner: this takes seconds, and from here on this process ends with its parent.
-        from ..engine import Engine
+        with importing():
+            from ..engine import Engine
 
         engine = Engine(options.for_server(), others=others)
     core = engine.core

@@ -1,5 +1,5 @@
-"""Shows the progress of a start: bars on stderr if that is a terminal, and else a line in the log
-whenever ten seconds have passed.
+"""Shows the progress of a start or a measurement: bars on stderr if that is a terminal, and else a
+line in the log whenever ten seconds have passed.
 
 Threads may show their bars and spinners at once.
 """
@@ -63,9 +63,14 @@ class Progress:
 
 
 @contextmanager
-def show_progress() -> Iterator[Progress]:
-    """The display of one start."""
-    if not sys.stderr.isatty():
+def show_progress(*, draws: bool = True) -> Iterator[Progress]:
+    """The display of one start, or of one measurement.
+
+    Args:
+        draws: on a terminal show bars, which move ten times a second; a measurement shall not
+            share its processor with them.
+    """
+    if not (draws and sys.stderr.isatty()):
         with _lines() as lines:
             yield Progress(lines)
         return
@@ -84,6 +89,15 @@ def show_progress() -> Iterator[Progress]:
     show = progress.Progress(*columns, console=console, transient=True, redirect_stdout=False)
     with show as display:
         yield Progress(display)
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Show that libraries are imported, which takes ten seconds where no file of theirs is in
+    memory.  This module imports none of them."""
+    with show_progress() as progress, progress.status("Importing") as say:
+        say("PyTorch")
+        yield
 
 
 @dataclass

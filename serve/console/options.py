@@ -126,7 +126,10 @@ def load(options: dict[str, Any], *, text: bool = False) -> LLM:
         from ...engine.frontend.check import check_tokenizer
 
         check_tokenizer(checked(options, weights=True))
-    from ...engine.llm import LLM
+    from ...engine.worker.progress import importing
+
+    with importing():
+        from ...engine.llm import LLM
 
     return LLM(**options)
 

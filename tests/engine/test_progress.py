@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import io
 import logging
+import subprocess
 import sys
 import time
 
 import pytest
 
+from fusewright.bench.serving import run
+from fusewright.bench.workloads import equal
 from fusewright.compiler.compiled import LOOKUPS
 from fusewright.config.process.logs import be_quiet
+from fusewright.engine.frontend.outputs import RequestOutput
+from fusewright.engine.llm import LLM
 from fusewright.engine.worker import progress as progress_module
-from fusewright.engine.worker.progress import show_progress
+from fusewright.engine.worker.progress import importing, show_progress
+
+from .toy import Setup
 
 
 class Terminal(io.StringIO):
@@ -85,3 +92,37 @@ def test_in_a_pipe_long_work_has_a_line_every_ten_seconds(
     told = "Loading weights 50% (0 s), Compiling: trace (0 s)"
     assert said[-1].getMessage() == told
     assert told in stderr.getvalue().splitlines(), "a command shows it although it logs nothing"
+
+
+@pytest.mark.parametrize("stderr", [Terminal(), io.StringIO()], ids=["terminal", "pipe"])
+def test_what_is_measured_has_lines_alone(
+    stderr: io.StringIO, monkeypatch: pytest.MonkeyPatch, said: list[logging.LogRecord]
+) -> None:
+    """Bars that move would take processor time from what is measured."""
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr(progress_module, "_EVERY_S", 0.01)
+    llm = LLM.from_engine(Setup().engine())
+    step = llm.engine.step
+
+    def slow_step() -> list[RequestOutput]:
+        time.sleep(0.02)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", slow_step)
+    run(llm.engine, equal(4, 5, 3, llm.engine.inputs.vocab_size))
+    assert "Measuring: requests 0% (0 s)" in [record.getMessage() for record in said]
+    assert "\x1b" not in stderr.getvalue()
+
+
+def test_an_import_shows_what_takes_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    stderr = Terminal()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with importing():
+        time.sleep(0.3)
+    assert "Importing: PyTorch" in stderr.getvalue()
+
+
+def test_the_display_imports_no_torch() -> None:
+    code = "import sys, fusewright.engine.worker.progress; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-P", "-c", code]).returncode == 0
