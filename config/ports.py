@@ -7,7 +7,7 @@ import difflib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -61,13 +61,13 @@ def ported(argument: Argument, value: Any) -> dict[str, Any]:
     return {}
 
 
-def sampling_fields(keywords: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+def sampling_fields(keywords: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """The fields of ``SamplingParams(**keywords)``.
 
     Raises:
         UserError: one is unknown, or asks for what is not there.
     """
-    known, taken = frozenset(known), dict[str, Any]()
+    taken: dict[str, Any] = {}
     for name, value in keywords.items():
         if name in known:
             taken[name] = value
@@ -94,9 +94,19 @@ def check_call(call: str, keywords: Mapping[str, Any]) -> None:
 
 
 def unknown(what: str, name: str, known: Iterable[str], else_: str = "") -> UserError:
-    close = difflib.get_close_matches(name, [*known], 1)
-    hint = f"did you mean {close[0]}?" if close else else_ or f"known: {', '.join(known)}"
+    known = [*known]
+    close = nearest(name, known)
+    hint = f"did you mean {close}?" if close else else_ or f"known: {', '.join(known)}"
     return UserError(f"{what}: {hint}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The one of ``known`` that a wrong name may have meant: one spelt alike, else the first that
+    begins with it, as ``temperature`` does with ``temp``; "" if there is none."""
+    known = [*known]
+    close = difflib.get_close_matches(name, known, 1)
+    begun = [other for other in known if len(name) >= 3 and other.startswith(name)]
+    return next(iter([*close, *begun]), "")
 
 
 def at_revision(model: str, revision: object) -> str:

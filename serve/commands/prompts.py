@@ -3,7 +3,6 @@ the sampling options that its own record sets."""
 
 from __future__ import annotations
 
-import difflib
 import errno
 import json
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ...config import UserError
+from ...config.ports import unknown
 
 TextOrIds: TypeAlias = str | list[int]
 Message: TypeAlias = dict[str, Any]
@@ -123,9 +123,7 @@ def _check_names(where: str, sampling: Mapping[str, Any]) -> None:
     known = [f.name for f in fields(SamplingParams)]
     for name in sampling:
         if name not in known:
-            close = difflib.get_close_matches(name, [*_FORMS, *known], 1)
-            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(known)}"
-            raise UserError(f"{where}: unknown key {name!r}; {hint}")
+            raise unknown(f"{where}: unknown key {name!r}", name, [*_FORMS, *known])
 
 
 def _text(text: str, where: str) -> str:

@@ -132,6 +132,9 @@ def test_fields_of_vllms_that_are_not_here_say_what_is_instead() -> None:
     for name, value, message in (
         ("logits_processors", [print], r"logits_processors=.*: sampling runs on the device"),
         ("temprature", 1.0, "unknown field 'temprature': did you mean temperature"),
+        ("temp", 1.0, "unknown field 'temp': did you mean temperature"),
+        ("rep", 1.0, "unknown field 'rep': did you mean repetition_penalty"),
+        ("zz", 1.0, "unknown field 'zz': known: n, "),
     ):
         bad: dict[str, Any] = {name: value}
         with pytest.raises(UserError, match=message):

@@ -41,11 +41,15 @@ def test_a_record_brings_its_sampling_options_and_its_place(tmp_path: Path) -> N
 
 def test_an_unknown_key_is_refused_with_what_it_may_have_meant(tmp_path: Path) -> None:
     file = tmp_path / "p.jsonl"
-    for key, told in (("max_token", "did you mean max_tokens?"), ("zzz", "known: n, temperature")):
+    for key, told in (
+        ("max_token", "did you mean max_tokens?"),
+        ("zzz", "known: prompt, "),
+        ("temp", "did you mean temperature?"),
+    ):
         file.write_text(json.dumps({"prompt": "a", key: 1}))
         with pytest.raises(UserError) as refused:
             read_prompts([], str(file))
-        assert str(refused.value).startswith(f"{file}:1: unknown key {key!r}; {told}")
+        assert str(refused.value).startswith(f"{file}:1: unknown key {key!r}: {told}")
 
 
 def test_what_editors_add_is_no_part_of_a_prompt(tmp_path: Path) -> None:

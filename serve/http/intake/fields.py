@@ -8,9 +8,9 @@ misspelled one.
 
 from __future__ import annotations
 
-import difflib
 import logging
 
+from ....config.ports import nearest
 from ....config.vllm import PATHS, Port
 from .errors import ApiError
 from .protocol import Fields
@@ -52,8 +52,8 @@ class FieldNotes:
     def _check_unknown(self, name: str, body: Fields) -> None:
         if not self.strict and shown(name) in self._told:
             return
-        close = difflib.get_close_matches(name[:_MOST_NAME], type(body).model_fields, 1)
-        hint = f"did you mean {close[0]}?" if close else "remove it"
+        close = nearest(name[:_MOST_NAME], type(body).model_fields)
+        hint = f"did you mean {close}?" if close else "remove it"
         if self.strict:
             raise ApiError(400, f"{shown(name)}: no such field; {hint}", param=name[:_MOST_NAME])
         self.note(name, f"no such field; {hint}")
