@@ -12,6 +12,7 @@ from typing import Any
 
 from ..config import UserError
 from .charts import Cells, Line, Panel, Picture, number, save
+from .limits.picture import panels as limit_panels
 from .result_file import read_result
 
 Record = dict[str, Any]
@@ -30,12 +31,14 @@ def load(path: Path) -> Record:
         _kind(record)
         return record
 
-    return read_result(path, "bench latency`, `throughput`, `serve` or `growth", checked)
+    return read_result(path, "bench latency`, `throughput`, `serve`, `growth` or `limits", checked)
 
 
 def _kind(record: Record) -> str:
     if "context" in record and "requests" in record:
         return "growth"
+    if "limits" in record:
+        return "limits"
     if isinstance(record.get("tpot_ms"), dict):
         return "engines"
     row = record["rows"][0]
@@ -64,7 +67,9 @@ def picture(results: Mapping[str, Record]) -> Picture:
     if len(kinds) != 1:
         raise UserError(f"plot: results of {' and '.join(kinds)} do not share a picture")
     title, panels = _PANELS[kinds[0]](results)
-    about = [_common(results, _model), _common(results, _device)]
+    about = [_common(results, _model)]
+    if kinds != ["limits"]:  # which say their GPUs, and need none
+        about.append(_common(results, _device))
     facts = ", ".join(part for part in about if part)
     return Picture(f"{title}\n{facts}" if facts else title, panels, columns=2)
 
@@ -233,4 +238,5 @@ _PANELS: dict[str, Callable[[Mapping[str, Record]], tuple[str, list[Panel]]]] = 
     "tuning": _tuning,
     "growth": _growth,
     "engines": _engines,
+    "limits": limit_panels,
 }

@@ -36,7 +36,9 @@ ROWS: Mapping[str, tuple[str, ...]] = {
 }
 """The kernels for which a table says up to how many rows they are used -> what each is used for: a
 weight format, or a stage over ranks.  ``rows`` has both, as "stream bfloat16"."""
-SECTIONS = ("copy_tb_s", "rows", "experts", "algorithms")
+SECTIONS = ("copy_tb_s", "matrix_tflop_s", "rows", "experts", "algorithms")
+NUMBERS = ("bfloat16", "fp8")
+"""Kinds of numbers of which a table has the rate of matrix multiplications."""
 LIBRARIES = {"algorithms": "cuBLASLt", "experts": "Triton"}
 """The sections that serve one version of a library alone."""
 _REMEDY = (
@@ -104,6 +106,7 @@ class DeviceTable:
             multiprocessors, its memory (0: not known).
         measured: section -> how it was measured.
         copy_tb_s: rate of a device-to-device copy, bytes read and written; 0: not measured.
+        matrix_tflop_s: one of ``NUMBERS`` -> the rate of a large matrix multiplication.
         rows: kernel and format or stage, see ``ROWS`` -> (fewest columns of a weight, most rows
             for which it is ahead); the first that fits holds.
         experts, algorithms: one entry for each shape of experts; for each weight and range of rows.
@@ -116,6 +119,7 @@ class DeviceTable:
     memory_bytes: Count = 0
     measured: Mapping[str, Measured] = field(default_factory=dict)
     copy_tb_s: Rate = 0.0
+    matrix_tflop_s: Mapping[str, Rate] = field(default_factory=dict)
     rows: Mapping[str, tuple[tuple[Count, Count], ...]] = field(default_factory=dict)
     experts: tuple[ExpertTable, ...] = ()
     algorithms: tuple[Algorithm, ...] = ()
@@ -210,6 +214,9 @@ def _check(table: DeviceTable) -> None:
             raise ValueError(f"rows[{key!r}]: unknown format or stage; expected {expected}")
         if not ranges or ranges[-1][0] != 0:
             raise ValueError(f"rows[{key!r}]: {ranges}, expected the last to begin at 0 columns")
+    if unknown := sorted(table.matrix_tflop_s.keys() - {*NUMBERS}):
+        expected = ", ".join(NUMBERS)
+        raise ValueError(f"matrix_tflop_s[{unknown[0]!r}]: unknown; expected {expected}")
     for section in SECTIONS:
         there, measured = bool(getattr(table, section)), table.measured.get(section)
         if there and measured is None:

@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ...config import UserError
-from ...config.device_table import copy_ceiling, shipped
+from ...config.ceilings import ceilings
+from ...config.device_table import shipped
 from ..compare import Change, largest_first
 
-COPY_TB_S = copy_ceiling("NVIDIA H200", shipped())
-"""Device-to-device copy on an H200, bytes read and written."""
-BF16_TFLOP_S = 790.0
-"""An 8192-cubed matmul by cuBLAS on an H200."""
-FP8_TFLOP_S = 2 * BF16_TFLOP_S
+_H200 = next(ceilings(table) for table in shipped() if table.gpu == "NVIDIA H200")
+COPY_TB_S, BF16_TFLOP_S, FP8_TFLOP_S = _H200.copy_tb_s, _H200.bfloat16_tflop_s, _H200.fp8_tflop_s
 
 
 @dataclass(frozen=True)

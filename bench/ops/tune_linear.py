@@ -8,7 +8,7 @@ has.  Entries for other weights stay, if the same cuBLASLt was measured, and oth
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,15 +59,30 @@ def copy_tb_s() -> float:
     written.  The best of 10 copies counts."""
     source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
+    return round(2 * source.nbytes / _least_ms(lambda: target.copy_(source)) / 1e9, 2)
+
+
+def matrix_tflop_s() -> dict[str, float]:
+    """The rate of an 8192-cubed matrix multiplication in bfloat16, in TFLOP/s.  The best of 10
+    counts."""
+    size = 8192
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    out = torch.empty_like(a)
+    ms = _least_ms(lambda: torch.mm(a, b, out=out))
+    return {"bfloat16": float(round(2 * size**3 / ms / 1e9))}
+
+
+def _least_ms(call: Callable[[], object]) -> float:
+    """The shortest of 10 calls on the device, in ms."""
     times_ms: list[float] = []
     for _ in range(10):
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begun.record()
-        target.copy_(source)
+        call()
         ended.record()
         ended.synchronize()
         times_ms.append(begun.elapsed_time(ended))
-    return round(2 * source.nbytes / min(times_ms) / 1e9, 2)
+    return min(times_ms)
 
 
 def main() -> None:
@@ -89,7 +104,8 @@ def main() -> None:
     with torch.inference_mode():
         algorithms, count = search(options, old.algorithms if old and serves else ())
     env = environment()
-    new = table_here(env["commit"], env["command"], copy_tb_s=copy_tb_s(), algorithms=algorithms)
+    ceilings = {"copy_tb_s": copy_tb_s(), "matrix_tflop_s": matrix_tflop_s()}
+    new = table_here(env["commit"], env["command"], **ceilings, algorithms=algorithms)
     if old is None and (near := portable()):
         old = replace(here, rows=near.rows, measured={"rows": near.measured["rows"]})
     table = replace(old or here, algorithms=()).updated(new)

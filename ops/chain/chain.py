@@ -31,7 +31,7 @@ from .cases import cases
 from .experts import STREAM_EXPERTS, SUM_OF_CSRC, SUM_OF_TRITON
 from .kernels import LONE, OVERLAP, STREAM, ChainKernel, Step, cover, lay, no_launches, part_at
 from .rows import ROWS
-from .stages import Call, Experts, State, Visit, by_fake, by_reference
+from .stages import Call, Experts, Stage, State, Visit, by_fake, by_reference
 
 Results = tuple[Tensor, Tensor]
 
@@ -326,13 +326,20 @@ def _inline_supports(desc: OpDesc) -> str:
     return "experts are chosen by values that Inductor does not see" if has_experts else ""
 
 
-def _cost(desc: OpDesc) -> Cost:
+def stage_costs(desc: OpDesc) -> list[tuple[Stage | None, Cost]]:
+    """What each stage costs; with None, the bytes of activations and residual that a call moves."""
     call = Call.of([value for _, value in desc.args])
-    x, moved, flops = call.x, call.x.nbytes + 2 * call.residual.nbytes, 0
+    x, costs = call.x, list[tuple[Stage | None, Cost]]()
     for stage, operands in zip(call.chain.stages, call.operands, strict=True):
         x, cost = stage.measure(TensorDesc(call.residual.dtype, x.shape), operands)
-        moved, flops = moved + cost.bytes, flops + cost.flops
-    return Cost(moved if call.chain.ends_in_sum else moved + x.nbytes, flops)
+        costs.append((stage, cost))
+    moved = call.x.nbytes + 2 * call.residual.nbytes
+    return [*costs, (None, Cost(moved + (0 if call.chain.ends_in_sum else x.nbytes), 0))]
+
+
+def _cost(desc: OpDesc) -> Cost:
+    costs = [cost for _, cost in stage_costs(desc)]
+    return Cost(sum(cost.bytes for cost in costs), sum(cost.flops for cost in costs))
 
 
 def _op(reference: Callable[..., Results], over_ranks: bool) -> SemanticOp:

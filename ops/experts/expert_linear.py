@@ -277,7 +277,8 @@ def _cost(call: OpDesc) -> Cost:
     held = ("weight", "weight_scale", "weight_zero", "bias")
     weights = sum(tensors.pop(name).nbytes for name in held if name in tensors)
     read = sum(value.nbytes for value in tensors.values())
-    read += kernels.most_chosen(slots, experts) * weights / experts
+    num_tokens, top_k = topk_ids.shape
+    read += kernels.share_chosen(num_tokens, top_k, experts) * weights
     written = slots * columns * (call["out_dtype"] or x.dtype).itemsize
     return Cost(
         bytes=read + written,

@@ -109,13 +109,14 @@ _OF_EXPERTS = {"weight_scale": 3, "bias": 2, "weight_zero": 3}
 """The operands beside the weight that each expert has, and their dimensions."""
 
 
-def most_chosen(slots: Any, experts: Any) -> Any:
-    """The most experts that so many slots choose, an int or an expression; how many is data."""
-    if isinstance(slots, int) and isinstance(experts, int):
-        return min(slots, experts)
+def share_chosen(num_tokens: Any, top_k: Any, experts: Any) -> Any:
+    """The share of the experts that tokens choose on average if every expert is equally likely, as
+    a fraction or an expression.  Which they choose is data; real routers prefer some experts, so
+    that fewer are read."""
     import sympy
 
-    return sympy.Min(slots, experts)
+    missed = sympy.Max(0, 1 - sympy.sympify(top_k) / experts)
+    return 1 - missed**num_tokens
 
 
 def why_not_read(desc: LinearDesc) -> str:

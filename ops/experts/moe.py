@@ -267,10 +267,10 @@ def cost_of_call(call: Call) -> Cost:
         slots = slots * call.num_experts / call.num_routed
     more = (call.gate_up_bias, call.down_bias, call.gate_up_zero, call.down_zero)
     held = [t for t in (*call[3:7], *more) if t is not None]
-    share = kernels.most_chosen(slots, call.num_experts)
+    share = kernels.share_chosen(num_tokens, call.top_k, call.num_routed)
     beside = (call.router_weight, call.router_bias, *call[2:3], *call[7:9], *call[10:12])
     read = call.x.nbytes + sum(t.nbytes for t in beside if t is not None)
-    read += share * sum(t.nbytes for t in held) / call.num_experts
+    read += share * sum(t.nbytes for t in held)
     inner = call.gate_up.shape[1] // 2
     flops = 2 * num_tokens * hidden * call.num_routed + 2 * slots * 3 * inner * hidden
     return Cost(bytes=read + call.x.nbytes, flops=flops + slots * (5 * inner + 2 * hidden))

@@ -14,6 +14,7 @@ from ..console.help import GroupedHelp
 from ..console.options import check_to_measure, writable
 from ..console.table import table
 from .bench_engine import growth, latency, prefix, throughput
+from .bench_limits import limits
 from .bench_passes import passes
 from .bench_serve import serve
 from .measured import Comparison, Result
@@ -21,7 +22,7 @@ from .measured import Comparison, Result
 app = typer.Typer(rich_markup_mode=None, help="Measure what the stack takes.")
 
 
-for _command in (latency, throughput, serve, growth, prefix, passes):
+for _command in (latency, throughput, serve, growth, prefix, passes, limits):
     app.command(_command.__name__, cls=GroupedHelp)(_command)
 
 
@@ -61,7 +62,7 @@ def plot(
     picture: Annotated[Path, typer.Argument(help="PNG to write.")],
     results: Annotated[list[Path], typer.Argument(help="Results of one bench, a line each.")],
 ) -> None:
-    """Draw results of latency, throughput, serve, growth or tune serve, kept by --output."""
+    """Draw results of latency, throughput, serve, growth, limits or tune serve."""
     writable("picture", picture)
     from ...bench import plots
 

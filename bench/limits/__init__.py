@@ -1,0 +1,1 @@
+"""``bench limits``: what bounds a step, beside what was measured, and its picture."""
