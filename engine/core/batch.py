@@ -61,6 +61,7 @@ def make_batch(scheduled: list[ScheduledRequest]) -> Batch:
     masked: list[int] = []
     masks: list[Ints] = []
     banned: list[tuple[int, int]] = []
+    drafts: list[int] = []
     query_len, total = scheduled[0].num_tokens, 0
     for row, entry in enumerate(scheduled):
         request, start, num_tokens = entry.request, entry.start, entry.num_tokens
@@ -70,15 +71,17 @@ def make_batch(scheduled: list[ScheduledRequest]) -> Batch:
         elif entry.draft != NO_DRAFT:
             known = 1
             known_ids.append(entry.draft)
+            drafts = [*drafts, entry.draft] if start > request.num_known_tokens else [entry.draft]
         rows += (request.slot, start, num_tokens, entry.num_sampled, known)
         total += num_tokens
         if num_tokens != query_len:
             query_len = 0
+        behind = () if entry.draft == NO_DRAFT else drafts
         if request.matcher is not None and entry.num_sampled:
             masked.append(row)
-            masks.append(permitted(request, request.matcher))
+            masks.append(permitted(request, request.matcher, behind))
         elif request.bad_word_ids and entry.num_sampled:
-            banned += [(row, token_id) for token_id in request.banned_ids()]
+            banned += [(row, token_id) for token_id in request.banned_ids(behind)]
         blocks = request.blocks
         if blocks.num_entries != blocks.num_sent and not (changed and changed[-1][1] is request):
             changed.append((row, request))

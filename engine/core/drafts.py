@@ -72,7 +72,6 @@ class Always:
 NOTHING, NO_ROWS, NO_BLOCKS = "nothing proposed", "no room in the step", "no free KV blocks"
 LAST_TOKEN = "one token to come"
 _REASONS: dict[str, Callable[[Request], bool]] = {
-    "grammar": lambda request: request.matcher is not None,
     "penalties": lambda request: request.sampling_params.has_penalties,
 }
 """Why a request never has drafts: what a row may sample then depends on the tokens before it in a
@@ -193,9 +192,15 @@ class Drafts:
         if self._drafter is None or not requests:
             return none
         try:
-            proposals = [[*each] for each in self._drafter.propose(requests, self._most_now)]
-            if len(proposals) != len(requests):
-                raise ValueError(f"{len(proposals)} proposals for {len(requests)} requests")
+            free = [each for each in requests if each.matcher is None]
+            guesses = [*self._drafter.propose(free, self._most_now)] if free else []
+            if len(guesses) != len(free):
+                raise ValueError(f"{len(guesses)} proposals for {len(free)} requests")
+            rest = iter(guesses)
+            proposals = [
+                [*(next(rest) if each.matcher is None else each.matcher.drafts)]
+                for each in requests
+            ]
             for drafts in proposals:
                 if drafts and not 0 <= min(drafts) <= max(drafts) < self._vocab_size:
                     raise ValueError(
@@ -210,6 +215,21 @@ class Drafts:
             drafts[: min(self._most_now, left)]
             for drafts, left in zip(proposals, lefts, strict=True)
         ]
+
+    def ask(self, request: Request) -> None:
+        """Ask the grammar of a request, with its next mask, which drafts may come: those that it
+        forces, or what is guessed, if that costs nothing."""
+        most = self._most_now
+        if self._drafter is None or request.matcher is None or not most or why_none(request):
+            return
+        guess: Sequence[int] = ()
+        try:
+            if getattr(self._drafter, "is_quick", False):
+                (guess,) = self._drafter.propose([request], most)
+        except Exception as error:
+            self._switch_off(error)
+            return
+        request.matcher.guess(guess, most)
 
     def settle(self, drafted: list[Drafted]) -> None:
         """The tokens of a step are known, and applied to its requests."""

@@ -7,7 +7,7 @@ on, bans that leave nothing end the request with an error.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -16,15 +16,15 @@ from ..messages.step import Ints
 from .request import Request
 
 
-def permitted(request: Request, matcher: Matcher) -> Ints:
-    """[num_words] a bit a token: whether it may come next, by all that the request asks for.  No
-    bit is set if nothing may, which ends the request alone."""
-    mask = matcher.mask()
-    banned = request.banned_ids()
+def permitted(request: Request, matcher: Matcher, drafts: Sequence[int] = ()) -> Ints:
+    """[num_words] a bit a token: whether it may come behind ``drafts``, by all that the request
+    asks for.  No bit is set if nothing may, which ends the request alone."""
+    mask = matcher.mask(len(drafts))
+    banned = request.banned_ids(drafts)
     left = _without(mask, banned) if banned else mask
     if not left.any():
         return mask & ~_without(mask, request.eos_token_ids)
-    if len(request.output_token_ids) < request.sampling_params.min_tokens:
+    if len(request.output_token_ids) + len(drafts) < request.sampling_params.min_tokens:
         # A stop id that the form demands does not end the output yet.
         for ends in (request.stop_ids | request.eos_token_ids, request.eos_token_ids):
             longer = _without(left, ends)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -163,9 +164,9 @@ class Request:
         head = self.prompt_token_ids[start:end]
         return head + self.output_token_ids[: end - num_prompt] if end > num_prompt else head
 
-    def banned_ids(self) -> list[int]:
-        """Tokens that would complete a bad word behind the output so far."""
-        output = self.output_token_ids
+    def banned_ids(self, drafts: Sequence[int] = ()) -> list[int]:
+        """Tokens that would complete a bad word behind the output so far and ``drafts``."""
+        output = [*self.output_token_ids, *drafts] if drafts else self.output_token_ids
         return [
             word[-1]
             for word in self.bad_word_ids

@@ -238,6 +238,8 @@ class Scheduler:
             status = request.status_after_last_token()
             if status is not request.status:
                 self.finish(request, status)
+            elif request.matcher is not None and self.drafts is not None:
+                self.drafts.ask(request)
         if self.drafts is not None:
             self.drafts.settle(step.drafted)
         if len(rows) == len(token_ids):

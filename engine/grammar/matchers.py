@@ -11,7 +11,7 @@ import os
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from msgspec.structs import replace
@@ -50,6 +50,7 @@ class Grammars:
         self.close = weakref.finalize(self, _close, self.process, self._memory)
         self._grammars: OrderedDict[str, _Grammar] = OrderedDict()
         self._num_outputs = self._num_grammars = 0
+        self._to_ask: list[Matcher] = []  # what has taken tokens since the last ``flush``
         self.awaited: set[Matcher] = set()
         """Matchers that wait for a mask which is quick to make."""
 
@@ -70,6 +71,7 @@ class Grammars:
 
     def settle(self) -> None:
         """Take what has come, and wait for masks that are quick to make, for a short time."""
+        self.flush()
         if not self.process.is_owed:
             return
         self.process.read(0.0)
@@ -82,10 +84,18 @@ class Grammars:
 
     def flush(self) -> None:
         """Ask for the masks of all tokens that were taken, in one piece."""
+        asking, self._to_ask = self._to_ask, []
+        for matcher in asking:
+            matcher.ask()
         self.process.flush()
+
+    def ask_later(self, matcher: Matcher) -> None:
+        """Ask for the matcher's mask with the next ``flush``: more tokens may come before."""
+        self._to_ask.append(matcher)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the next answer; returns whether one came."""
+        self.flush()
         return self.process.read(timeout_s)
 
     def new_output(self) -> int:
@@ -155,6 +165,11 @@ class Matcher:
         # What the helper knows of it, and where its masks are; nothing before the first token.
         self._output, self._row, self._num_told, self._generation = 0, -1, 0, -1
         self._is_asking = self._is_closed = False
+        self.drafts: list[int] = []
+        """Tokens that may come next, one behind the other, and whose masks are known."""
+        self._draft_masks: Sequence[Ints] = ()
+        self._guess: Sequence[int] = ()
+        self._most_drafts = 0
 
     def copy(self) -> Matcher:
         """Another one at the beginning of an output."""
@@ -173,8 +188,11 @@ class Matcher:
             return self._grammar.mask is not None or self._grammar.error != ""
         return self._mask is not None or self._error != ""
 
-    def mask(self) -> Ints:
-        """[words] a bit a token: whether it may come next; valid until the next ``take``."""
+    def mask(self, num_drafts: int = 0) -> Ints:
+        """[words] a bit a token: whether it may come behind the first ``num_drafts`` of ``drafts``;
+        valid until the next ``take``."""
+        if num_drafts:
+            return self._draft_masks[num_drafts - 1]
         mask = self._mask if self._tokens else self._grammar.mask
         assert mask is not None
         return mask
@@ -184,8 +202,23 @@ class Matcher:
             self._output, self._row = self._grammars.new_output(), self._grammars.take_row()
             self.is_slow = self._grammar.is_slow
         self._tokens.append(token_id)
-        self._mask = None
+        self._mask, self.drafts, self._draft_masks = None, [], ()
+        self._guess, self._most_drafts = (), 0
         if not self._is_asking:
+            self._is_asking = True
+            self._grammars.ask_later(self)
+
+    def guess(self, drafts: Sequence[int], most: int) -> None:
+        """Ask, with the mask, for up to ``most`` ``drafts``: what the grammar forces, or what it
+        permits of these."""
+        self._guess, self._most_drafts = drafts, most
+
+    def ask(self) -> None:
+        """Ask for the mask, for ``Grammars``."""
+        if self._is_closed:
+            self._is_asking = False
+            self._forget()
+        else:
             self._ask()
 
     def close(self) -> None:
@@ -213,11 +246,12 @@ class Matcher:
             self._generation, self._num_told = generation, 0
         before, tokens = self._num_told, self._tokens[self._num_told :]
         self._num_told = len(self._tokens)
-        return Ask(number, self._output, self._grammar.number, before, tokens, self._row)
+        wish = [*self._guess], self._most_drafts
+        return Ask(number, self._output, self._grammar.number, before, tokens, self._row, *wish)
 
     def done(self, answer: Answer) -> None:
         if answer.is_lost and not self._is_closed:
-            self._num_told = 0
+            self._num_told = self._most_drafts = 0
             self._grammars.awaited.discard(self)
             self._grammar.compile(self._ask_again)
             return
@@ -232,7 +266,10 @@ class Matcher:
         else:
             in_row = self._row >= 0
             row = self._grammars.row(self._row) if in_row else np.frombuffer(answer.mask, np.int32)
-            self._mask = row
+            self._mask, self.drafts = row, answer.drafts
+            if answer.drafts:
+                masks = np.frombuffer(answer.draft_masks, np.int32)
+                self._draft_masks = masks.reshape(len(answer.drafts), -1)
 
     def _ask_again(self) -> None:
         if self._grammar.error or self._is_closed:

@@ -27,6 +27,7 @@ from typing import Any
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from .drafts import look_ahead
 from .reasons import said, why_no_tokenizer
 from .wire import BYTES, RECYCLED, UP, Answer, Ask, Compile, Message, Setup, bodies, framed
 
@@ -297,6 +298,10 @@ class Helper:
         compiled.took(time.thread_time() - start)
         if matcher.is_error():
             return Answer(ask.job, said(matcher))
+        ends = self._setup.eos_token_ids
+        ahead = ([], []) if compiled.is_slow else look_ahead(matcher, mask, ask, ends, self._mask)
+        if ahead is None:
+            return Answer(ask.job, is_lost=True)
         with self._changing:
             if ask.job in self._running:  # else its row may be another's by now
                 self._outputs[ask.output] = output
@@ -304,7 +309,14 @@ class Helper:
                     begin = ask.row * len(mask)
                     self._memory[begin : begin + len(mask)] = mask
                     mask = b""
-        return Answer(ask.job, mask=mask, is_slow=compiled.is_slow)
+        drafts, masks = ahead
+        return Answer(
+            ask.job,
+            mask=mask,
+            is_slow=compiled.is_slow,
+            drafts=drafts,
+            draft_masks=b"".join(masks),
+        )
 
     def _mask(self, matcher: Any) -> bytes:
         """A bit for each column of the logits, whatever the tokenizer's vocabulary is."""

@@ -51,7 +51,10 @@ class Compile(Struct, frozen=True, tag=0, array_like=True):
 
 class Ask(Struct, frozen=True, tag=1, array_like=True):
     """Go on behind ``tokens`` with an output that has ``num_before``, and put the mask of the next
-    token into a row of the shared memory, or into the answer if the row is -1."""
+    token into a row of the shared memory, or into the answer if the row is -1.
+
+    Up to ``most_drafts`` tokens ahead may be drafts: those that the grammar forces, or else the
+    first of ``drafts`` that it permits."""
 
     job: int
     output: int
@@ -59,6 +62,8 @@ class Ask(Struct, frozen=True, tag=1, array_like=True):
     num_before: int
     tokens: list[int]
     row: int
+    drafts: list[int] = []
+    most_drafts: int = 0
 
 
 class Drop(Struct, frozen=True, tag=2, array_like=True):
@@ -76,6 +81,8 @@ class Answer(Struct, frozen=True, array_like=True):
         is_slow: masks of this grammar have taken long lately.
         is_lost: the helper does not have the grammar or the output: compile, and ask with all
             tokens.
+        drafts: tokens that may follow each other.
+        draft_masks: the mask behind each of them, one behind the other.
     """
 
     job: int
@@ -83,6 +90,8 @@ class Answer(Struct, frozen=True, array_like=True):
     mask: bytes = b""
     is_slow: bool = False
     is_lost: bool = False
+    drafts: list[int] = []
+    draft_masks: bytes = b""
 
 
 Message: TypeAlias = Compile | Ask | Drop

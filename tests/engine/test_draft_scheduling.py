@@ -16,8 +16,9 @@ from itertools import takewhile
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from fusewright.engine.core.batch import ScheduledStep
+from fusewright.engine.core.batch import ScheduledRequest, ScheduledStep, make_batch
 from fusewright.engine.core.drafts import Drafts
+from fusewright.engine.core.kv_blocks import SequenceBlocks
 from fusewright.engine.core.ngram import NgramDrafter
 from fusewright.engine.core.request import Request
 from fusewright.engine.core.scheduler import Scheduler
@@ -221,6 +222,19 @@ def sequence(prompt: list[int], output: Sequence[int] = ()) -> Request:
     request = Request("a", prompt, SamplingParams(max_tokens=100), len(prompt) + 100)
     request.output_token_ids = [*output]
     return request
+
+
+def test_bad_words_heed_the_drafts_before_a_row() -> None:
+    request = sequence([1, 2], [5])
+    request.bad_word_ids = [[5, 6], [6, 7, 8], [9]]
+    request.blocks = SequenceBlocks([[0, 1]], [0], sent=[0])
+    rows = [ScheduledRequest(request, 2, 1, 1)]
+    rows += [ScheduledRequest(request, 3 + i, 1, 1, draft=d) for i, d in enumerate([6, 7, 5])]
+    batch = make_batch(rows)
+    banned = {(0, 6), (0, 9), (1, 9), (2, 8), (2, 9), (3, 6), (3, 9)}
+    assert {(row, token_id) for row, token_id in batch.banned.tolist()} == banned
+    assert batch.input_ids.tolist() == [5, 6, 7, 5] and set(batch.feed_slots.tolist()) == {-1}
+    assert batch.query_len == 1 and batch.starts.tolist() == [2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(

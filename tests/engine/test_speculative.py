@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fusewright import LLM, SamplingParams
+from fusewright import LLM, SamplingParams, StructuredOutputsParams
 from fusewright.config import EngineOptions, Hardware, UserError
 from fusewright.engine.engine import Engine
 from fusewright.engine.frontend.outputs import RequestOutput
@@ -56,6 +56,23 @@ KINDS: dict[str, SamplingParams] = {
     "bad word": params(bad_words=["9"], ignore_eos=True),
     "bad words": params(bad_words=["58", "a b", "3 "], ignore_eos=True),
     "allowed": params(allowed_token_ids=[49, 50, 32], ignore_eos=True, temperature=1.0, seed=2),
+    "form": params(
+        structured_outputs=StructuredOutputsParams(
+            json={
+                "type": "object",
+                "properties": {"first name": {"enum": ["xa", "xb"]}, "age": {"type": "integer"}},
+                "required": ["first name", "age"],
+                "additionalProperties": False,
+            }
+        ),
+        max_tokens=48,
+        temperature=1.0,
+        seed=11,
+        bad_words=["7", "na me"],
+    ),
+    "form, min_tokens": params(
+        structured_outputs=StructuredOutputsParams(regex="ab[0-9]*c?"), min_tokens=12, seed=1
+    ),
     "grammar": params(grammar='start: /[0-9]( [0-9])*/ ";"', temperature=1.0, seed=9),
     "no text": params(detokenize=False, ignore_eos=True),
 }
@@ -135,6 +152,20 @@ FEW = ("greedy", "sampled", "logprobs", "stop id", "several")
 def few(expected: list[RequestOutput]) -> list[RequestOutput]:
     """The answers to these kinds without drafts."""
     return [expected[2 * list(KINDS).index(name) + j] for name in FEW for j in (0, 1)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_a_grammar_forces_is_drafted(temperature: float) -> None:
+    """Of a fixed text, every step has as many tokens as it has rows, and all of them are right."""
+    text = "there is no other text than this one"
+    form = StructuredOutputsParams(choice=[text])
+    asked = SamplingParams(structured_outputs=form, temperature=temperature, seed=1, max_tokens=99)
+    llm = LLM("abacus", **OPTIONS, speculative_config=NGRAM | {"num_speculative_tokens": 8})
+    (output,) = llm.generate("37+58=", asked, use_tqdm=False)
+    report = llm.report()["drafts"]
+    assert (output.outputs[0].text, output.outputs[0].finish_reason) == (text, "stop")
+    assert report["accepted"] == report["drafted"] >= len(text) - 2 - len(text) // 9
+    assert report["steps"] <= len(text) // 9 + 1
 
 
 def test_compiled_programs_and_graphs_serve_drafts(few: list[RequestOutput]) -> None:
