@@ -71,11 +71,9 @@ class Always:
 
 NOTHING, NO_ROWS, NO_BLOCKS = "nothing proposed", "no room in the step", "no free KV blocks"
 LAST_TOKEN = "one token to come"
-_REASONS: dict[str, Callable[[Request], bool]] = {
-    "penalties": lambda request: request.sampling_params.has_penalties,
-}
-"""Why a request never has drafts: what a row may sample then depends on the tokens before it in a
-way that the rows of one step are not told."""
+_REASONS: dict[str, Callable[[Request], bool]] = {}
+"""Why a request never has drafts.  An entry belongs here for whatever makes a row depend on the
+tokens before it in a way that neither the host (``make_batch``) nor the sampler can tell."""
 
 
 def why_none(request: Request) -> str:

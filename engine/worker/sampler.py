@@ -21,6 +21,7 @@ from ...config import CompileConfig, ResolvedConfig, step_schema
 from ...graph_capture import HostRing
 from ...model_executor.spec import ModelSpec
 from ..messages.step import Batch, NewSequence
+from .drafts.rows import counted_slots, seen_tokens
 
 
 @dataclass(frozen=True)
@@ -314,13 +315,12 @@ class Sampler:
         changes = has_masks or rows.has_bias or rows.has_allowed or bool(banned)
         if changes or parameters.penalty_slots is not None:
             values = logits.to(torch.float32, copy=True)
-        if parameters.penalty_slots is not None:
+        penalized, counts, mask = parameters.penalty_slots, self._counts, self._prompt_mask
+        if penalized is not None and counts is not None and mask is not None:
             self._ops(
                 "apply_penalties",
                 values,
-                self._counts,
-                self._prompt_mask,
-                parameters.penalty_slots,
+                *seen_tokens(counts, mask, penalized, batch, self._send),
                 parameters.repetition_penalty,
                 parameters.frequency_penalty,
                 parameters.presence_penalty,
@@ -343,8 +343,9 @@ class Sampler:
             parameters.seeds,
             seq_lens,
         )
-        if parameters.penalty_slots is not None:
-            self._ops("count_tokens", token_ids, parameters.penalty_slots, self._counts)
+        if penalized is not None:
+            slots = counted_slots(token_ids, penalized, batch, self._send)
+            self._ops("count_tokens", token_ids, slots, self._counts)
         return token_ids
 
     def _add_biases(self, values: Tensor, batch: Batch, rows: _Rows) -> None:

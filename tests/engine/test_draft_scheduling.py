@@ -164,8 +164,13 @@ def test_requests_without_drafts_keep_a_step_in_flight() -> None:
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     names = {client.add([i], params) for i in (1, 2, 3)}
     guesser.wants = lambda request: request.request_id in names  # type: ignore[method-assign]
-    penalized = SamplingParams(max_tokens=40, ignore_eos=True, presence_penalty=1.0)
-    alone = client.add([9], penalized)
+    alone, propose = client.add([9], params), guesser.propose
+
+    def for_names(requests: Sequence[Request], most: int) -> list[list[int]]:
+        drafts = zip(requests, propose(requests, most), strict=True)
+        return [each if request.request_id in names else [] for request, each in drafts]
+
+    guesser.propose = for_names  # type: ignore[method-assign]
     schedule, steps = scheduler.schedule, list[ScheduledStep]()
 
     def listen() -> ScheduledStep | None:

@@ -6,12 +6,16 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from fusewright import LLM, SamplingParams, StructuredOutputsParams
 from fusewright.config import EngineOptions, Hardware, UserError
 from fusewright.engine.engine import Engine
 from fusewright.engine.frontend.outputs import RequestOutput
+from fusewright.engine.messages.step import Batch
+from fusewright.engine.worker.drafts.rows import counted_slots, seen_tokens
 from fusewright.graph_capture import GraphKind
 
 NGRAM = {
@@ -51,6 +55,16 @@ KINDS: dict[str, SamplingParams] = {
     "two tokens": params(max_tokens=2, ignore_eos=True),
     "repetition": params(repetition_penalty=1.3, ignore_eos=True),
     "presence": params(presence_penalty=1.5, frequency_penalty=0.5, temperature=0.9, seed=1),
+    "all penalties": params(
+        repetition_penalty=1.1,
+        presence_penalty=0.3,
+        frequency_penalty=0.2,
+        ignore_eos=True,
+        n=2,
+        temperature=0.7,
+        seed=8,
+        max_tokens=40,
+    ),
     "several": params(n=3, temperature=1.0, seed=7, ignore_eos=True),
     "bias": params(logit_bias={49: 8.0, 50: 6.0}, ignore_eos=True),
     "bad word": params(bad_words=["9"], ignore_eos=True),
@@ -166,6 +180,40 @@ def test_what_a_grammar_forces_is_drafted(temperature: float) -> None:
     assert (output.outputs[0].text, output.outputs[0].finish_reason) == (text, "stop")
     assert report["accepted"] == report["drafted"] >= len(text) - 2 - len(text) // 9
     assert report["steps"] <= len(text) // 9 + 1
+
+
+def test_penalties_count_the_drafts_before_a_row_and_what_was_taken() -> None:
+    """Rows of three requests with drafts, one without, and one that is not penalized."""
+    slots = [2, 2, 2, 0, 3, 3, 1, 1, 1]
+    drafts = [9, 4, 5, 9, 9, 6, 9, 4, 4]  # what each row has as input
+    sampled = [4, 8, 1, 2, 7, 3, 4, 4, 0]
+    batch = make_rows(slots, drafts)
+    penalized = torch.tensor([2, 2, 2, 0, 3, 3, -1, -1, -1], dtype=torch.int32)
+    counts, mask = torch.zeros(4, 10, dtype=torch.int32), torch.rand(4, 10) < 0.5
+    counts[2, 4], counts[3, 1] = 3, 2
+    own = counts.clone()
+
+    def send(values: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.as_tensor(values, dtype=dtype)
+
+    seen, seen_mask, at = seen_tokens(counts, mask, penalized, batch, send)
+    assert at.tolist() == [0, 1, 2, 3, 4, 5, -1, -1, -1] and torch.equal(counts, own)
+    for row, before in {0: [], 1: [4], 2: [4, 5], 3: [], 4: [], 5: [6]}.items():
+        assert torch.equal(seen_mask[row], mask[slots[row]])
+        extra = torch.bincount(torch.tensor(before, dtype=torch.long), minlength=10)
+        assert torch.equal(seen[row], counts[slots[row]] + extra), row
+    taken = counted_slots(torch.tensor(sampled, dtype=torch.int32), penalized, batch, send)
+    assert taken.tolist() == [2, 2, -1, 0, 3, -1, -1, -1, -1]
+    plain = make_rows([0, 1], [3, 4])
+    assert counted_slots(torch.tensor([1, 2]), penalized[:2], plain, send) is not None
+    assert seen_tokens(counts, mask, penalized[:2], plain, send)[0] is counts
+
+
+def make_rows(slots: list[int], input_ids: list[int]) -> Batch:
+    """A step of rows of one token, all of which sample."""
+    ones, ids = np.ones(len(slots), np.int32), np.array(input_ids, np.int32)
+    of = np.array(slots, np.int32)
+    return Batch(of, ones, ones, ones, ids, -ones, [], [], 1)
 
 
 def test_compiled_programs_and_graphs_serve_drafts(few: list[RequestOutput]) -> None:
