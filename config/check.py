@@ -11,7 +11,7 @@ from .errors import UserError
 from .levels import BATCH_INVARIANT_LEVEL, LEVELS, LINEAR_FUSIONS, PASSES, Level
 from .options import EngineOptions, option_specs
 from .resolved import ModelLimits
-from .speculative import read_speculative
+from .speculative import check_rows, read_speculative
 from .weight_format import STORED_FORMATS, full_name
 
 _MAX_INT = 2**63 - 1
@@ -48,7 +48,20 @@ def check_options(options: EngineOptions) -> None:
     _check_store(options, level)
     _check_capture(options, level)
     _check_scheduler(options)
-    read_speculative(options.speculative_config)
+    _check_speculative(options)
+
+
+def _check_speculative(options: EngineOptions) -> None:
+    asked = read_speculative(options.speculative_config)
+    if asked is None:
+        return
+    check_rows(asked, options.max_num_seqs, options.cudagraph_capture_sizes or ())
+    quantization = asked.quantization
+    known = ("fp8", "fp8_block", "fp8_static", *STORED_FORMATS)
+    if quantization is not None and quantization not in known:
+        raise UserError(
+            f"speculative_config: quantization={quantization!r}: expected {' or '.join(known)}"
+        )
 
 
 def _check_overrides(options: EngineOptions) -> None:

@@ -1,19 +1,28 @@
-"""Reads ``speculative_config``: who drafts tokens, and how many, under vLLM's names."""
+"""Reads ``speculative_config``: who drafts tokens, and how many, under vLLM's names.
+
+``config/vllm/speculative.py`` says what becomes of each of vLLM's fields.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 from .errors import UserError
+from .vllm.argument import Port
+from .vllm.speculative import NO_METHODS, SPECULATIVE
 
-METHODS = ("ngram",)
+_log = logging.getLogger(__name__)
+METHODS = ("ngram", "draft_model")
 MOST_DRAFTS = 64
 """Most drafts of a request in a step."""
 _MOST_LOOKUP = 64
 _LOOKUP = 5
 """Tokens of an n-gram if neither bound is given, as in vLLM."""
+_EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
 
 
 @dataclass(frozen=True)
@@ -25,27 +34,48 @@ class SpeculativeConfig:
         num_speculative_tokens: most drafts of a request in a step.
         prompt_lookup_max, prompt_lookup_min: ``ngram`` looks for the longest run of so many last
             tokens that the sequence has had before.
+        model: folder or name of the draft model.
+        max_model_len: longest sequence that is drafted for; None: the model's.
+        quantization: of the draft model's weights, as of ``EngineOptions``.
+        adaptive: the number of drafts is chosen each step; else it is always the most.
+        acceptance: [num_speculative_tokens] probability of each position that its draft counts as
+            right if those before it do; empty: drafts are judged by what the model samples.
     """
 
     method: str
     num_speculative_tokens: int
     prompt_lookup_max: int = _LOOKUP
     prompt_lookup_min: int = _LOOKUP
+    model: str | None = None
+    max_model_len: int | None = None
+    quantization: str | None = None
+    adaptive: bool = True
+    acceptance: tuple[float, ...] = ()
 
 
-_FIELDS = tuple(field.name for field in fields(SpeculativeConfig))
+_OURS = tuple(field.name for field in fields(SpeculativeConfig))
 _RANGES = {
     "num_speculative_tokens": MOST_DRAFTS,
     "prompt_lookup_max": _MOST_LOOKUP,
     "prompt_lookup_min": _MOST_LOOKUP,
+    "max_model_len": 1 << 31,
 }
+_OF_METHOD = {
+    "prompt_lookup_max": "ngram",
+    "prompt_lookup_min": "ngram",
+    "model": "draft_model",
+    "quantization": "draft_model",
+    "revision": "draft_model",
+}
+"""Fields that only one method reads."""
 
 
 def read_speculative(text: str | None) -> SpeculativeConfig | None:
     """The config of a JSON object; None if there is none.
 
     Raises:
-        UserError: it is no object, or a field is unknown, missing or out of range.
+        UserError: it is no object, or a field is unknown, missing, out of range, or asks for what
+            is not there.
     """
     if not text:
         return None
@@ -54,27 +84,151 @@ def read_speculative(text: str | None) -> SpeculativeConfig | None:
     except ValueError as error:
         raise UserError(f"speculative_config={text!r}: not JSON: {error}") from None
     if not isinstance(values, dict):
-        raise UserError(
-            f"speculative_config={text!r}: expected an object, such as "
-            '{"method": "ngram", "num_speculative_tokens": 4}'
-        )
-    if unknown := sorted(set(values) - set(_FIELDS)):
-        raise _wrong(unknown[0], values[unknown[0]], f"one of the fields {', '.join(_FIELDS)}")
-    values = {name: value for name, value in values.items() if value is not None}
-    if values.get("method") not in METHODS:
-        raise _wrong("method", values.get("method"), f"one of {', '.join(METHODS)}")
+        raise UserError(f"speculative_config={text!r}: expected an object, such as {_EXAMPLE}")
+    values = _known({name: value for name, value in values.items() if value is not None})
+    method = values["method"] = _method(values)
+    for name in ("acceptance", "synthetic_acceptance_rates"):
+        if isinstance(values.get(name), list):
+            values.setdefault("num_speculative_tokens", len(values[name]))
     if "num_speculative_tokens" not in values:
         raise _wrong("num_speculative_tokens", None, "how many tokens are drafted, such as 4")
     for name, most in _RANGES.items():
         value = values.get(name, 1)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             raise _wrong(name, value, f"an integer in [1, {most}]")
+    for name, reader in _OF_METHOD.items():
+        if name in values and reader != method:
+            raise UserError(
+                f"speculative_config: {name}={values[name]!r} is of method {reader}, and the "
+                f"method is {method}; leave one of them out"
+            )
+    _read_lookup(values)
+    _read_model(values)
+    _read_acceptance(values)
+    if not isinstance(values.get("adaptive", True), bool):
+        raise _wrong("adaptive", values["adaptive"], "true or false")
+    return SpeculativeConfig(**values)
+
+
+def _known(values: dict[str, Any]) -> dict[str, Any]:
+    """The fields that are read here; those of vLLM's that mean nothing here are left out.
+
+    Raises:
+        UserError: a field is unknown, or asks for what is not there.
+    """
+    kept: dict[str, Any] = {}
+    for name, value in values.items():
+        argument = SPECULATIVE.get(name)
+        if name in _OURS or (argument is not None and argument.port is Port.SAME):
+            kept[name] = value
+        elif argument is None:
+            raise _wrong(name, value, f"one of the fields {', '.join(_OURS)}")
+        elif argument.asks_nothing(value):
+            continue
+        elif argument.port is Port.REFUSED:
+            raise UserError(f"speculative_config: {name}={value!r}: {argument.says}")
+        else:
+            _log.info("speculative_config: %s=%r has no effect: %s", name, value, argument.says)
+    return kept
+
+
+def _method(values: dict[str, Any]) -> str:
+    method, model = values.get("method"), values.get("model")
+    if method is None and model in ("ngram", "[ngram]"):
+        del values["model"]
+        return "ngram"
+    if method is None and model is not None:
+        return "draft_model"
+    if method in METHODS:
+        return str(method)
+    text = str(method)
+    why = NO_METHODS.get("mtp" if text.endswith("_mtp") else text)
+    if why is not None:
+        raise UserError(f"speculative_config: method={method!r}: {why}")
+    raise _wrong("method", method, f"one of {', '.join(METHODS)}")
+
+
+def _read_lookup(values: dict[str, Any]) -> None:
+    """Fill in the bound of the n-grams that is not there."""
     longest = values.get("prompt_lookup_max", values.get("prompt_lookup_min", _LOOKUP))
     shortest = values.get("prompt_lookup_min", longest)
     if shortest > longest:
         raise _wrong("prompt_lookup_min", shortest, f"prompt_lookup_max={longest} or less")
-    return SpeculativeConfig("ngram", values["num_speculative_tokens"], longest, shortest)
+    values |= {"prompt_lookup_max": longest, "prompt_lookup_min": shortest}
+
+
+def _read_model(values: dict[str, Any]) -> None:
+    """Check the draft model's fields, and make the revision a part of its name."""
+    for name in ("model", "quantization", "revision"):
+        value = values.get(name, "text")
+        if not isinstance(value, str) or not value:
+            raise _wrong(name, value, "text")
+    if values["method"] == "draft_model" and "model" not in values:
+        raise _wrong("model", None, "the folder or ORG/NAME of a draft model")
+    if (revision := values.pop("revision", None)) is not None:
+        values["model"] = f"{values['model']}@{revision}"
+
+
+def _read_acceptance(values: dict[str, Any]) -> None:
+    """Turn vLLM's rates, each of which says how often all drafts up to a position are right, into
+    those of the position alone."""
+    judged = values.pop("rejection_sample_method", None)
+    rates = values.pop("synthetic_acceptance_rates", None)
+    if judged not in (None, "standard", "synthetic"):
+        raise _wrong("rejection_sample_method", judged, "standard or synthetic")
+    if (judged == "synthetic") != (rates is not None):
+        raise UserError(
+            f"speculative_config: rejection_sample_method={judged!r} and "
+            f"synthetic_acceptance_rates={rates!r}: give 'synthetic' and the rates, or neither"
+        )
+    if rates is None:
+        if "acceptance" in values:
+            values["acceptance"] = _rates("acceptance", values["acceptance"], values)
+        return
+    rates = _rates("synthetic_acceptance_rates", rates, values)
+    if any(a < b for a, b in pairwise(rates)):
+        raise _wrong("synthetic_acceptance_rates", [*rates], "rates that do not rise")
+    before = (1.0, *rates)
+    values["acceptance"] = tuple(
+        rate / above if above else 0.0 for rate, above in zip(rates, before, strict=False)
+    )
+
+
+def _rates(name: str, rates: Any, values: dict[str, Any]) -> tuple[float, ...]:
+    most = values["num_speculative_tokens"]
+    if (
+        not isinstance(rates, list)
+        or len(rates) != most
+        or not all(isinstance(rate, int | float) and 0 <= rate <= 1 for rate in rates)
+    ):
+        raise _wrong(name, rates, f"{most} numbers in [0, 1], one for each draft")
+    return tuple(float(rate) for rate in rates)
 
 
 def _wrong(name: str, value: Any, expected: str) -> UserError:
     return UserError(f"speculative_config: {name}={value!r}: expected {expected}")
+
+
+def check_rows(config: SpeculativeConfig, max_num_seqs: int | None, sizes: tuple[int, ...]) -> None:
+    """Refuse more drafts than a step has rows for.
+
+    Args:
+        max_num_seqs: most rows of a step; None: not known yet.
+        sizes: the captured numbers of rows; empty: those are chosen by the rows.
+
+    Raises:
+        UserError: says how many fit.
+    """
+    count = config.num_speculative_tokens
+    name = f"speculative_config: num_speculative_tokens={count}"
+    if max_num_seqs is not None and count + 1 > max_num_seqs:
+        raise UserError(
+            f"{name}: a request with {count} drafts is {count + 1} rows, and max_num_seqs="
+            f"{max_num_seqs}; draft {max_num_seqs - 1} at most, or raise max_num_seqs"
+        )
+    if sizes and count + 1 > max(sizes):
+        raise UserError(
+            f"{name}: a request with {count} drafts is {count + 1} rows, and the largest of "
+            f"cudagraph_capture_sizes is {max(sizes)}; draft {max(sizes) - 1} at most, or capture "
+            "more"
+        )

@@ -34,6 +34,8 @@ from .grammar.matchers import Grammars
 from .ranks.executor import StartedRanks
 from .ranks.leader import Leader
 from .ranks.start import OneRank, on_all, start_ranks
+from .worker.draft_model import read_draft_model
+from .worker.drafting import DraftingRunner
 from .worker.hardware import detect_hardware
 from .worker.memory import report_kv_groups
 from .worker.progress import Progress, show_progress
@@ -78,6 +80,7 @@ class Engine(EngineLoop):
                 others.take_gpu()
             hardware = hardware or detect_hardware(options.device)
             folder, spec, config = read_model(options, hardware, weights=True)
+            draft = read_draft_model(options, config, spec, hardware)
             sizes = (spec.vocab_size, config.model.max_model_len)
             inputs = input_processor(options, *sizes, read_tokenizer(options))
             eos_token_ids = within_vocabulary(
@@ -89,7 +92,7 @@ class Engine(EngineLoop):
             ranks = start_ranks(options, spec, hardware, others)
             on_failure.callback(ranks.stop)
             with ranks.guard():
-                worker = Worker(folder, spec, config, startup, progress, ranks)
+                worker = Worker(folder, spec, config, startup, progress, ranks, draft)
                 ranks.ready()
             on_failure.pop_all()
         self._ranks = ranks
@@ -98,6 +101,8 @@ class Engine(EngineLoop):
         grammars = grammar_setup(tokenizer_file, spec.vocab_size, eos_token_ids)
         self.grammars = Grammars(grammars, config.scheduler.max_num_seqs)
         runner = on_all(ranks, worker.runner)
+        if worker.draft is not None:
+            runner = DraftingRunner(runner, worker.draft)
         core = make_core(
             config,
             worker.num_blocks,
@@ -106,6 +111,7 @@ class Engine(EngineLoop):
             self.grammars,
             worker.reads,
             vocab_size=spec.vocab_size,
+            draft=worker.draft and worker.draft.described(worker.reads.weights),
         )
         inputs = replace(inputs, grammars=GrammarChecks(grammars))
         super().__init__(core=core, inputs=inputs, eos_token_ids=eos_token_ids)
@@ -113,7 +119,7 @@ class Engine(EngineLoop):
         self.runner, self.graphs, self.dispatcher = worker.runner, worker.graphs, worker.dispatcher
         self.compiled, self.weights = worker.compiled, worker.weights
         self.buffers, self.kv_caches = worker.buffers, worker.kv_caches
-        self._table, self._account = worker.table, worker.account
+        self._table, self._account, self.draft = worker.table, worker.account, worker.draft
         self._bytes_per_block = worker.bytes_per_block
         self._stream = torch.cuda.current_stream() if hardware.device == "cuda" else None
         self._prepared = local()
@@ -233,7 +239,9 @@ class Engine(EngineLoop):
             return False
         if self.graphs.num_pending:
             self._ranks.capture_next()
-        return self.graphs.capture_next()
+        return self.graphs.capture_next() or (
+            self.draft is not None and self.draft.graphs.capture_next()
+        )
 
     @property
     def is_sleeping(self) -> bool:
@@ -259,6 +267,8 @@ class Engine(EngineLoop):
         self._sleeping, self.core.is_sleeping = Sleeping(set(PARTS), level == 2, copies), True
         self.graphs.forget()
         self.kv_caches = bind_kv_caches(self.compiled.program, self.spec, self.config, 1)
+        if self.draft is not None:
+            self.draft.sleep(keep=level == 1)
         if self._stream is not None:
             torch.cuda.empty_cache()
 
@@ -277,13 +287,19 @@ class Engine(EngineLoop):
                 read_weights(self.weights.result(), program, self._load)
             else:
                 restore_weights(asleep.copies)
+            if self.draft is not None:
+                self.draft.wake_weights()
             asleep.parts.remove("weights")
         if "kv_cache" in wanted & asleep.parts:
             blocks = self.core.limits.num_blocks
             self.kv_caches = bind_kv_caches(program, self.spec, self.config, blocks)
+            if self.draft is not None:
+                self.draft.bind(blocks)
             asleep.parts.remove("kv_cache")
         if self.core.is_sleeping and not asleep.parts:
             capture(self.graphs, self.config, Progress())
+            if self.draft is not None:
+                self.draft.capture(Progress())
             self.core.is_sleeping = False
 
     def _load(self) -> Model:
@@ -312,7 +328,7 @@ class Engine(EngineLoop):
         self._end_ranks()
         if not isinstance(closed, EngineDeadError) and hasattr(self, "graphs"):
             del self.runner, self.graphs, self.compiled, self.weights, self.kv_caches, self.buffers
-            del self._account, self._table, self.dispatcher
+            del self._account, self._table, self.dispatcher, self.draft
             gc.collect()
             if self._stream is not None:
                 torch.cuda.empty_cache()

@@ -39,10 +39,12 @@ def recompile(engine: Engine, passes: Sequence[str], progress: Progress) -> Reco
     """``engine`` with ``passes`` in place of its own; nothing is captured yet.
 
     Raises:
-        UserError: the engine's level runs no passes, or it has several ranks.
+        UserError: the engine's level runs no passes, it drafts, or it has several ranks.
     """
     hardware, level = engine.config.hardware, engine.config.compile
     check_one_rank(engine.options, "programs are compared on one rank")
+    if engine.options.speculative_config:
+        raise UserError("speculative_config: programs are compared without drafts; leave it out")
     if not level.trace:
         raise UserError(f"optimization_level={level.level}: it runs no passes; use -O1 or higher")
     options = replace(engine.options, passes=tuple(passes), disable_passes=(), require_fusion=())
@@ -52,7 +54,5 @@ def recompile(engine: Engine, passes: Sequence[str], progress: Progress) -> Reco
     program.bind({kv_cache_name(i): cache for i, cache in enumerate(engine.kv_caches)})
     mode = graph_mode(config.capture.mode, program, hardware)
     dispatcher = Dispatcher(mode, config.capture.sizes, config.scheduler.max_num_seqs)
-    runner = engine.core.runner
-    assert isinstance(runner, ModelRunner)
     graphs = make_graphs(program, engine.buffers, dispatcher, config)
-    return Recompiled(runner.with_graphs(graphs), compiled)
+    return Recompiled(engine.runner.with_graphs(graphs), compiled)

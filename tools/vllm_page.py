@@ -21,6 +21,7 @@ from fusewright.config.vllm import (
     RESPONSES,
     SAMPLING,
     SERVE,
+    SPECULATIVE,
     TOKENIZE,
     Argument,
     Port,
@@ -71,7 +72,7 @@ Flags may have underscores, `-tp`, `-pp`, `-dp`, `-ep` and `-q` are understood, 
 | vLLM has | here | instead |
 |---|---|---|
 | LoRA adapters | no | merge the adapter into the weights |
-| draft models, MTP, EAGLE | no | `speculative_config={"method": "ngram", …}`: [drafts](scheduling.md#drafts) from the sequence itself |
+| MTP, EAGLE | no | `speculative_config={"method": "draft_model", …}` or `"ngram"`: [drafts](scheduling.md#drafts) of a smaller model, or from the sequence itself |
 | images, audio, video | no; a multimodal model is served as its text decoder | |
 | embeddings, scores, rewards, classification | no | another server |
 | GPTQ, AWQ, bitsandbytes, MXFP4, NVFP4, int8 | no | `--quantization fp8` of the 16-bit checkpoint, or a checkpoint in FP8; a script can [admit a format](quantization.md#a-format-of-your-own) |
@@ -103,6 +104,7 @@ def page() -> str:
     lines = [_INTRO]
     for title, table, form in (
         ("`LLM(…)`, `EngineArgs(…)`, and flags of `serve`", ENGINE, "{}"),
+        ("Fields of `speculative_config`", SPECULATIVE, "{}"),
         ("Other flags of `serve`", SERVE, "--{}"),
         ("Flags of `bench`", BENCH, "--{}"),
         ("`SamplingParams(…)`", SAMPLING, "{}"),

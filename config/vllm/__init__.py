@@ -6,6 +6,7 @@ from .calls import CALLS, METHODS, SAMPLING
 from .engine import ENGINE
 from .requests import COMPLETIONS, GENERATION, MESSAGES, PATHS, RESPONSES, TOKENIZE
 from .serve import SERVE
+from .speculative import NO_METHODS, SPECULATIVE
 
 __all__ = [
     "BENCH",
@@ -15,10 +16,12 @@ __all__ = [
     "GENERATION",
     "MESSAGES",
     "METHODS",
+    "NO_METHODS",
     "PATHS",
     "RESPONSES",
     "SAMPLING",
     "SERVE",
+    "SPECULATIVE",
     "TOKENIZE",
     "Argument",
     "Port",

@@ -37,7 +37,7 @@ ENGINE = table(
     same("kv_cache_dtype", "auto, fp8, fp8_e4m3"),
     same("load_format", "auto, safetensors, dummy"),
     same("hf_overrides", "a dict or its JSON, no function"),
-    same("speculative_config", "method ngram"),
+    same("speculative_config", "a dict or its JSON; its fields are below"),
     same("generation_config", "none is vLLM's 'vllm', which is understood too"),
     same("model_impl", "auto, adapter (or vllm), transformers"),
     same("attention_backend", "auto, cuda, triton, native: the kernels have other names"),
@@ -103,7 +103,8 @@ ENGINE = table(
     ),
     refused(
         "say it in speculative_config={'method': 'ngram', 'num_speculative_tokens': 4}",
-        "speculative_model num_speculative_tokens",
+        "speculative_model num_speculative_tokens ngram_prompt_lookup_max ngram_prompt_lookup_min "
+        "speculative_draft_tensor_parallel_size speculative_disable_by_batch_size",
     ),
     refused("`serve` has it; texts of LLM are whole", "reasoning_parser"),
     refused("name one of --reasoning-parser", "reasoning_parser_plugin"),

@@ -133,6 +133,21 @@ def _inputs(
     return input_ids, behind
 
 
+def block_table_updates(rows: list[tuple[int, Request]]) -> list[BlockTableUpdate]:
+    """What the block tables of requests gain since the worker was last told, by group.
+
+    Args:
+        rows: (row of the batch, its request).
+    """
+    changed = [
+        (row, request)
+        for row, request in rows
+        if request.blocks.num_entries != request.blocks.num_sent
+    ]
+    groups = range(len(rows[0][1].blocks.tables))
+    return [_block_table_update(changed, group) for group in groups]
+
+
 def _block_table_update(changed: list[tuple[int, Request]], group: int) -> BlockTableUpdate:
     if not changed:
         return _UNCHANGED

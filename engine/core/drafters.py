@@ -6,23 +6,38 @@ from collections.abc import Callable
 
 from ...config import UserError
 from ...config.speculative import SpeculativeConfig
+from ..messages.draft_run import DraftRun
 from .drafts import Drafter, Drafts
 from .kv_blocks import BlockPool
+from .model_drafter import ModelDrafter
 from .ngram import NgramDrafter
 
-_DRAFTERS: dict[str, Callable[[SpeculativeConfig], Drafter]] = {
-    "ngram": lambda config: NgramDrafter(config.prompt_lookup_max, config.prompt_lookup_min),
+
+def _ngram(config: SpeculativeConfig, model: DraftRun | None) -> Drafter:
+    return NgramDrafter(config.prompt_lookup_max, config.prompt_lookup_min)
+
+
+def _draft_model(config: SpeculativeConfig, model: DraftRun | None) -> Drafter:
+    if model is None:
+        raise ValueError("method draft_model: the engine has loaded no draft model")
+    return ModelDrafter(model)
+
+
+_DRAFTERS: dict[str, Callable[[SpeculativeConfig, DraftRun | None], Drafter]] = {
+    "ngram": _ngram,
+    "draft_model": _draft_model,
 }
 """Method -> its drafter; ``config.speculative.METHODS`` has the same names."""
 
 
 def make_drafts(
-    config: SpeculativeConfig | None, pool: BlockPool, vocab_size: int
+    config: SpeculativeConfig | None, pool: BlockPool, vocab_size: int, model: DraftRun | None
 ) -> Drafts | None:
     """The drafts of a scheduler; None if nobody is asked for any.
 
     Args:
         vocab_size: columns of the logits.
+        model: the draft model, where there is one.
 
     Raises:
         UserError: a layer keeps a state that cannot go back to before a draft.
@@ -34,5 +49,5 @@ def make_drafts(
             f"speculative_config: method={config.method!r}: the model has layers that keep a state "
             "of the whole sequence, which cannot go back to before a wrong draft; leave it out"
         )
-    drafter = _DRAFTERS[config.method](config)
+    drafter = _DRAFTERS[config.method](config, model)
     return Drafts(drafter, config.num_speculative_tokens, vocab_size=vocab_size)

@@ -146,6 +146,9 @@ class Drafts:
         if not self._most_now:
             return []
         entries = [(row, entry) for row, entry in enumerate(decodes) if self._may_draft(entry)]
+        if getattr(self._drafter, "stores_drafts", False):
+            for _, entry in entries:
+                _with_blocks(entry, self._most_now, pool, margin)
         proposals = self._propose([entry.request for _, entry in entries])
         wanting = sum(1 for proposal in proposals if proposal)
         drafted = []

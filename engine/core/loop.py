@@ -14,6 +14,7 @@ from msgspec.structs import asdict, replace
 from ...config import EngineDeadError, ResolvedConfig, UserError
 from ..grammar.matchers import Grammars, Matcher
 from ..messages.cache_group import CacheGroup
+from ..messages.draft_run import DraftRun
 from ..messages.requests import AbortRequests, AddRequest, CoreStats, StepOutputs
 from ..messages.step import PendingStep, Runner
 from ..messages.step_reads import StepReads
@@ -288,8 +289,10 @@ def make_core(
     reads: StepReads = NO_READS,
     *,
     vocab_size: int,
+    draft: DraftRun | None = None,
 ) -> EngineCore:
-    """Make the core over ``num_blocks`` KV blocks, which ``groups`` of layers share."""
+    """Make the core over ``num_blocks`` KV blocks, which ``groups`` of layers share; ``draft`` is
+    the draft model, where there is one."""
     asked = config.scheduler
     limits = StepLimits(
         asked.max_num_seqs,
@@ -305,7 +308,7 @@ def make_core(
         limits,
         prefix_caching=asked.prefix_caching,
         heed_priority=asked.policy == "priority",
-        drafts=make_drafts(asked.speculative, pool, vocab_size),
+        drafts=make_drafts(asked.speculative, pool, vocab_size, draft),
     )
     return EngineCore(
         scheduler,

@@ -10,11 +10,13 @@ from functools import partial
 from ...compiler.artifacts.store import artifacts_having
 from ...config import EngineOptions, UserError
 from ...config.check import check_limits, check_options
+from ...config.speculative import read_speculative
 from ...config.weight_format import full_name
 from ...model_executor.checkpoint import checkpoint_files
+from ...model_executor.draft_checks import check_draft_model
 from ...model_executor.hf_config import model_folder, model_limits, read_spec
 from ...model_executor.parallel import check_parallel
-from ...model_executor.spec import check_online_kind
+from ...model_executor.spec import ModelSpec, check_online_kind
 from .generation_config import default_sampling
 from .tokenizer import missing_tokenizer
 from .tokenizer_files import given_chat_template
@@ -49,6 +51,7 @@ def check_start(options: EngineOptions, *, weights: bool = True) -> None:
         num_stages=options.pipeline_parallel_size,
         quantized=options.quantization is not None,
     )
+    check_drafter(options, spec, weights=weights)
     default_sampling(options.model, options.generation_config)
     if options.tokenizer is not None:
         check_tokenizer(options)
@@ -56,6 +59,26 @@ def check_start(options: EngineOptions, *, weights: bool = True) -> None:
         check_chat_template(options.chat_template)
     if weights:
         checkpoint_files(folder)
+
+
+def check_drafter(options: EngineOptions, spec: ModelSpec, *, weights: bool) -> None:
+    """Refuse a draft model that is not there, lacks its weights, or cannot draft for ``spec``.
+
+    Raises:
+        UserError: says why.
+    """
+    asked = read_speculative(options.speculative_config)
+    if asked is None or asked.model is None:
+        return
+    lookup = partial(artifacts_having, options)
+    try:
+        folder = model_folder(asked.model, weights=weights, lookup=lookup)
+        draft = read_spec(folder, options.model_impl, lookup)
+        if weights:
+            checkpoint_files(folder)
+    except UserError as error:
+        raise UserError(f"speculative_config: {error}") from error
+    check_draft_model(asked.model, draft, spec)
 
 
 def check_chat_template(template: str) -> None:

@@ -47,14 +47,24 @@ def report_kv_groups(
 
 
 def account(
-    hardware: Hardware, graphs: Graphs, *, context: int, weights: int, kv_cache: int, predicted: int
+    hardware: Hardware,
+    graphs: Sequence[Graphs],
+    *,
+    context: int,
+    weights: int,
+    kv_cache: int,
+    predicted: int,
 ) -> MemoryReport:
     """Say where the device memory is now; ``context`` is ``outside_bytes`` before the graphs."""
     report = MemoryReport(
-        weights=weights, kv_cache=kv_cache, graphs=graphs.bytes, graphs_predicted=predicted
+        weights=weights,
+        kv_cache=kv_cache,
+        graphs=sum(each.bytes for each in graphs),
+        graphs_predicted=predicted,
     )
     if hardware.device == "cuda":
-        reserved, pool = torch.cuda.memory_reserved(), graphs.pool_bytes
+        reserved = torch.cuda.memory_reserved()
+        pool = sum(each.pool_bytes for each in graphs)
         report.context, report.driver = context, driver_bytes(hardware)
         report.activations = reserved - weights - kv_cache - pool
     return report

@@ -90,6 +90,7 @@ class ModelRunner:
         block_size: tokens a KV block.
         groups: the layers' groups, each of which has a block table.
         repeats: padding of a decode repeats a sequence, so that it chooses no experts of its own.
+        tables: the block tables, if another runner has them too; else it makes its own.
         ranks: the ranks that run the same batches.  Hidden states go from stage to stage, and the
             logits of the last to rank 0, which alone samples.  Its tokens go to the ranks that have
             the embedding on the device, where the next step of each reads them.
@@ -104,12 +105,15 @@ class ModelRunner:
         block_size: int,
         groups: Sequence[CacheGroup],
         repeats: bool = False,
+        tables: BlockTables | None = None,
         ranks: RankGroup | None = None,
     ) -> None:
         self._ranks, self._repeats = ranks, repeats
         self.graphs, self.sampler, self._ops = graphs, sampler, table
         self._buffers = buffers = graphs.buffers
-        self._tables = BlockTables(groups, block_size, buffers.max_seqs, buffers.max_blocks)
+        self.tables = tables or BlockTables(
+            groups, block_size, buffers.max_seqs, buffers.max_blocks
+        )
         self._on_gpu = sampler.last_tokens.device.type == "cuda"
 
     def with_graphs(self, graphs: Graphs) -> ModelRunner:
@@ -122,7 +126,7 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> LaunchedStep:
         """Enqueue one step and return without waiting for the device."""
-        self._tables.update(batch)
+        self.tables.update(batch)
         num_seqs = batch.num_seqs
         dispatch = self.graphs.dispatcher.choose(
             batch.num_tokens, num_seqs, query_len=batch.query_len
@@ -187,16 +191,16 @@ class ModelRunner:
         host = buffers.next_host(num_tokens=dispatch.num_tokens, num_seqs=padded_seqs)
         arrays, num_seqs, num_tokens = host.arrays, batch.num_seqs, batch.num_tokens
         self._write_rows(arrays, batch)
-        num_blocks = -(-int(arrays["seq_lens"][:num_seqs].max()) // self._tables.block_size)
+        num_blocks = -(-int(arrays["seq_lens"][:num_seqs].max()) // self.tables.block_size)
         for field in buffers.schema.tokens:
             arrays[field.name][num_tokens:] = field.padding
         for field in buffers.schema.rows:
             arrays[field.name][num_seqs:] = field.padding
         padding = np.arange(padded_seqs - num_seqs + 1, dtype=np.int32) * dispatch.query_len
         arrays["query_start_loc"][num_seqs:] = num_tokens + padding
-        shape = (padded_seqs, self._tables.rows.shape[1], num_blocks)
+        shape = (padded_seqs, self.tables.rows.shape[1], num_blocks)
         tables = host.cells[: math.prod(shape)].reshape(shape)
-        tables[:num_seqs] = self._tables.rows[batch.slots, :, :num_blocks]
+        tables[:num_seqs] = self.tables.rows[batch.slots, :, :num_blocks]
         tables[num_seqs:] = 0
         if (repeated := self._repeated(dispatch, batch)) is not None:
             for name in (TOKEN_IDS, "positions", FEED):
@@ -228,7 +232,7 @@ class ModelRunner:
             positions = np.repeat(seq_lens - ends, batch.query_lens)
             positions += np.arange(num_tokens, dtype=np.int32)
         arrays["positions"][:num_tokens] = positions
-        self._tables.write_slots(arrays, slots, positions)
+        self.tables.write_slots(arrays, slots, positions)
         arrays["input_ids"][:num_tokens] = batch.input_ids
         arrays[FEED][:num_tokens] = batch.feed_slots
 

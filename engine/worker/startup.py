@@ -243,16 +243,26 @@ def step_buffers(spec: ModelSpec, config: ResolvedConfig, dispatcher: Dispatcher
 
 
 def bind_kv_caches(
-    program: Program, spec: ModelSpec, config: ResolvedConfig, num_blocks: int
+    program: Program,
+    spec: ModelSpec,
+    config: ResolvedConfig,
+    num_blocks: int,
+    *,
+    apart: bool = False,
 ) -> list[Tensor]:
     """Allocate ``num_blocks`` KV blocks and bind every layer's to the program.
+
+    Args:
+        apart: a block id is in use in all groups at once, so none shares memory with another.
 
     Raises:
         UserError: the device has no room for them.
     """
     size = config.cache.block_size
     device = torch.device(config.hardware.device)
-    needed = num_blocks * kv_cache_bytes_per_block(spec.cache_groups, size)
+    together = [[group] for group in spec.cache_groups] if apart else [spec.cache_groups]
+    caches: dict[int, Tensor] = {}
+    needed = num_blocks * sum(kv_cache_bytes_per_block(groups, size) for groups in together)
     # Linux would give more memory than there is, and end the process when it is written.
     most = host_bytes() if device.type == "cpu" else None
     has = f"{device.type} has left" if most is None else f"the {most / 1e9:.2f} GB of this machine"
@@ -263,13 +273,16 @@ def bind_kv_caches(
     if most is not None and needed > most:
         raise no_room
     try:
-        caches = allocate_kv_caches(spec.cache_groups, num_blocks, size, device)
+        for groups in together:
+            layers = sorted(layer for group in groups for layer in group.layers)
+            memory = allocate_kv_caches(groups, num_blocks, size, device)
+            caches |= dict(zip(layers, memory, strict=True))
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
         raise no_room from error
-    program.bind({kv_cache_name(i): cache for i, cache in enumerate(caches)})
-    return caches
+    program.bind({kv_cache_name(layer): cache for layer, cache in caches.items()})
+    return [caches[layer] for layer in sorted(caches)]
 
 
 @dataclass(frozen=True)
@@ -281,19 +294,24 @@ class Needs:
 
 
 def num_kv_blocks(
-    spec: ModelSpec, config: ResolvedConfig, needs: Needs, groups: Sequence[CacheGroup]
+    spec: ModelSpec,
+    config: ResolvedConfig,
+    needs: Needs,
+    groups: Sequence[CacheGroup],
+    beside: int = 0,
 ) -> int:
     """The number of KV blocks: as the options say, else as many as fit beside ``needs`` and a full
     batch can use.
 
     Args:
         groups: the whole model's groups; ``spec`` may be a stage of it.
+        beside: bytes of each block that a draft model takes.
 
     Raises:
         UserError: not even one block fits.
     """
     size = config.cache.block_size
-    per_block = kv_cache_bytes_per_block(spec.cache_groups, size)
+    per_block = kv_cache_bytes_per_block(spec.cache_groups, size) + beside
     if config.cache.num_blocks is not None:
         return config.cache.num_blocks
     if config.cache.kv_cache_memory_bytes is not None:

@@ -12,6 +12,7 @@ from ...config import ResolvedConfig
 from ...graph_capture import Dispatcher
 from ...model_executor.kv_cache import kv_cache_bytes_per_block
 from ...model_executor.spec import ModelSpec, stage_of
+from .draft_model import DraftModel, DraftParts
 from .graph_mode import graph_mode
 from .memory import account, outside_bytes
 from .model_runner import ModelRunner
@@ -39,6 +40,7 @@ class Worker:
     Args:
         folder, spec, config: what ``read_model`` returned.
         peers: the other ranks.
+        draft: the draft model, on rank 0.
 
     Raises:
         UserError: the checkpoint is bad, or the model does not fit.
@@ -52,12 +54,14 @@ class Worker:
         startup: StartupReport,
         progress: Progress,
         peers: Peers,
+        draft: DraftParts | None = None,
     ) -> None:
         hardware = config.hardware
         whole, spec = spec, stage_of(spec, peers.rank // spec.tensor_parallel_size)
         self.groups = block_groups(whole.cache_groups)
         with load_beside(folder, whole, config, startup, progress, peers.rank) as self.weights:
             self.compiled = compile_model(whole, config, self.weights, startup, progress, peers)
+        self.draft = draft and DraftModel(draft, whole.cache_groups, startup, progress)
         ranks = peers.meet()
         with startup.phase("warm-up"):
             program = self.compiled.program
@@ -70,20 +74,24 @@ class Worker:
             self.graphs = make_graphs(program, self.buffers, self.dispatcher, config)
             needs = warm_up(program, spec, config, self.buffers, self.graphs)
         with startup.phase("kv cache"):
-            blocks = num_kv_blocks(spec, config, needs, self.groups)
+            size, drafts = config.cache.block_size, [self.draft] if self.draft else []
+            beside = sum(each.bytes_per_block(size) for each in drafts)
+            blocks = num_kv_blocks(spec, config, needs, self.groups, beside)
             self.num_blocks = blocks if ranks is None else ranks.least(blocks)
-            self.bytes_per_block = kv_cache_bytes_per_block(
-                spec.cache_groups, config.cache.block_size
-            )
+            self.bytes_per_block = kv_cache_bytes_per_block(spec.cache_groups, size) + beside
             self.kv_caches = bind_kv_caches(program, spec, config, self.num_blocks)
+            for each in drafts:
+                each.bind(self.num_blocks)
+            graphs = [self.graphs, *(each.graphs for each in drafts)]
             self.account = partial(
                 account,
                 hardware,
-                self.graphs,
+                graphs,
                 context=outside_bytes(hardware),
-                weights=weight_bytes(self.weights.result()),
+                weights=weight_bytes(self.weights.result())
+                + sum(each.weight_bytes for each in drafts),
                 kv_cache=self.num_blocks * self.bytes_per_block,
-                predicted=self.graphs.predict_bytes(),
+                predicted=sum(each.predict_bytes() for each in graphs),
             )
         with startup.phase("capture"):
             capture(self.graphs, config, progress)
@@ -98,3 +106,5 @@ class Worker:
             repeats=spec.moe is not None and not any(g.per_sequence for g in self.groups),
             ranks=ranks,
         )
+        if self.draft is not None:
+            self.draft.begin(self.runner.tables, progress)

@@ -1,0 +1,263 @@
+"""A draft model: a smaller model of the same vocabulary, which guesses what the target will sample.
+
+It has weights, a program, graphs and input buffers of its own.  Its KV cache lies beside the
+target's under the same block ids: it reads the block tables of the target's layers that keep all
+tokens.  So a prefix that is found by key, and a block that changes hands, are the same for both.
+It runs whole on rank 0, whatever the ranks of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from msgspec import structs
+from torch import Tensor, UntypedStorage
+
+from ...config import EngineOptions, Hardware, ResolvedConfig
+from ...config.speculative import SpeculativeConfig
+from ...graph_capture import Dispatcher, Graphs
+from ...model_executor.cache_spec import LayerGroup
+from ...model_executor.draft_checks import check_draft_model, whole_group
+from ...model_executor.kv_cache import kv_cache_bytes_per_block
+from ...model_executor.loader import Model
+from ...model_executor.spec import ModelSpec
+from ..messages.cache_group import CacheGroup
+from ..messages.draft_run import DraftRun
+from ..messages.step import Batch, Ints, NewSequence
+from .graph_mode import graph_mode
+from .model_runner import BlockTables, LaunchedStep, ModelRunner
+from .progress import Progress
+from .sampler import OpTable, Sampler
+from .sleep import drop_weights, read_weights, restore_weights
+from .startup import (
+    Needs,
+    bind_kv_caches,
+    block_groups,
+    capture,
+    compile_model,
+    load_beside,
+    make_graphs,
+    read_model,
+    step_buffers,
+    warm_up,
+)
+from .startup_report import StartupReport
+from .weight_bytes import weight_bytes
+
+
+@dataclass(frozen=True)
+class DraftParts:
+    """What ``read_model`` has returned of a draft model."""
+
+    folder: Path
+    spec: ModelSpec
+    config: ResolvedConfig
+
+
+def draft_options(
+    options: EngineOptions, asked: SpeculativeConfig, config: ResolvedConfig
+) -> EngineOptions:
+    """The options of the draft model of a target with ``options``, resolved as ``config``."""
+    longest = asked.max_model_len or config.model.max_model_len
+    return replace(
+        options,
+        model=asked.model or "",
+        tokenizer=None,
+        chat_template=None,
+        hf_overrides="",
+        quantization=asked.quantization,
+        max_model_len=min(longest, config.model.max_model_len),
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        enable_expert_parallel=False,
+        distributed_executor="mp",
+        require_fusion=(),
+        kernels=(),
+        record_expert_load=False,
+        speculative_config=None,
+    )
+
+
+def read_draft_model(
+    options: EngineOptions, config: ResolvedConfig, spec: ModelSpec, hardware: Hardware
+) -> DraftParts | None:
+    """Read the folder of the draft model that ``options`` name; None if they name none.
+
+    Raises:
+        UserError: the folder is bad, or the model cannot draft for one of ``spec``.
+    """
+    asked = config.scheduler.speculative
+    if asked is None or asked.method != "draft_model":
+        return None
+    parts = DraftParts(*read_model(draft_options(options, asked, config), hardware, weights=True))
+    check_draft_model(parts.folder.name, parts.spec, spec)
+    return parts
+
+
+class SharedTables(BlockTables):
+    """The block tables of a draft model's groups: all are that of one group of the target's."""
+
+    def __init__(self, target: BlockTables, group: int, groups: Sequence[CacheGroup]) -> None:
+        max_seqs, _, max_blocks = target.rows.shape
+        shape = (max_seqs, len(groups), max_blocks)
+        self.rows = np.broadcast_to(target.rows[:, group : group + 1], shape)
+        self.block_size, self._groups, self._target = target.block_size, groups, target
+
+    def update(self, batch: Batch) -> None:
+        self._target.update(batch)
+
+
+class DraftModel:
+    """A draft model that is ready to run; its stages are called by ``Worker``, in order.
+
+    Args:
+        groups: those of the target.
+    """
+
+    def __init__(
+        self,
+        parts: DraftParts,
+        groups: Sequence[LayerGroup],
+        startup: StartupReport,
+        progress: Progress,
+    ) -> None:
+        self._parts, spec, config = parts, parts.spec, parts.config
+        hardware = config.hardware
+        group = whole_group(groups)
+        assert group is not None, "check_draft_model has looked for it"
+        self._group, self._failure = group, ""
+        with startup.phase("draft model"):
+            with load_beside(parts.folder, spec, config, startup, progress) as self._weights:
+                self._compiled = compile_model(spec, config, self._weights, startup, progress)
+            program = self._compiled.program
+            mode = graph_mode(config.capture.mode, program, hardware)
+            dispatcher = Dispatcher(mode, config.capture.sizes, config.scheduler.max_num_seqs)
+            self._table = OpTable(config.compile, hardware.sm)
+            self._sampler = Sampler(self._table, config, spec.vocab_size)
+            self._sampler.warm_up(spec.dtype)
+            buffers = step_buffers(spec, config, dispatcher)
+            self.graphs: Graphs = make_graphs(program, buffers, dispatcher, config)
+            self.needs: Needs = warm_up(program, spec, config, buffers, self.graphs)
+        self._runner: ModelRunner | None = None
+        self.kv_caches: list[Tensor] = []
+        self._copies: list[tuple[UntypedStorage, Tensor]] = []
+        self._reads = False
+
+    @property
+    def weights(self) -> Model:
+        return self._weights.result()
+
+    @property
+    def weight_bytes(self) -> int:
+        return weight_bytes(self.weights)
+
+    def described(self, target_bytes: float) -> DraftRun:
+        """What the core needs to know.
+
+        Args:
+            target_bytes: bytes of weights that a step of the target reads on a rank.
+        """
+        config = self._parts.config
+        return DraftRun(
+            run=self.run,
+            group=self._group,
+            block_size=config.cache.block_size,
+            max_model_len=config.model.max_model_len,
+            max_tokens=config.scheduler.max_num_batched_tokens,
+            share=self.weight_bytes / max(target_bytes, 1.0),
+        )
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Bytes that a block id takes in all layers; each group has memory of its own, since all
+        use the same ids."""
+        groups = self._parts.spec.cache_groups
+        return sum(kv_cache_bytes_per_block([group], block_size) for group in groups)
+
+    def bind(self, num_blocks: int) -> None:
+        """Allocate ``num_blocks`` KV blocks.
+
+        Raises:
+            UserError: the device has no room for them.
+        """
+        parts, program = self._parts, self._compiled.program
+        self.kv_caches = bind_kv_caches(program, parts.spec, parts.config, num_blocks, apart=True)
+
+    def begin(self, tables: BlockTables, progress: Progress) -> None:
+        """Capture graphs, and make the runner beside the target's ``tables``."""
+        spec, config = self._parts.spec, self._parts.config
+        self.capture(progress)
+        groups = block_groups(spec.cache_groups)
+        self._runner = ModelRunner(
+            self.graphs,
+            self._sampler,
+            self._table,
+            block_size=config.cache.block_size,
+            groups=groups,
+            repeats=spec.moe is not None,
+            tables=SharedTables(tables, self._group, groups),
+        )
+
+    def capture(self, progress: Progress) -> None:
+        """Capture the largest graphs, and the others too unless capture is lazy."""
+        capture(self.graphs, self._parts.config, progress)
+
+    def sleep(self, *, keep: bool) -> None:
+        """Free the device memory of weights, KV cache and graphs; see ``Engine.sleep``.
+
+        Args:
+            keep: the host's memory keeps the weights; else they are read again.
+        """
+        self._copies = drop_weights(self.weights, keep=keep)
+        self._reads = not keep
+        self.graphs.forget()
+        self.bind(1)
+
+    def wake_weights(self) -> None:
+        """Bring the weights back."""
+        if self._reads:
+            read_weights(self.weights, self._compiled.program, self._load)
+        else:
+            restore_weights(self._copies)
+
+    def _load(self) -> Model:
+        parts, start = self._parts, StartupReport()
+        with load_beside(parts.folder, parts.spec, parts.config, start, Progress()) as model:
+            return model.result()
+
+    def admit(self, sequence: NewSequence) -> None:
+        """A request begins in a slot.  It is drafted for with its own parameters, seed and
+        positions, so that draft and target draw by the same noise."""
+        params = sequence.sampling_params
+        if self._failure or params.has_penalties:
+            return  # the latter never has drafts
+        plain = copy(params)
+        plain.logprobs = plain.prompt_logprobs = None
+        try:
+            self._sampler.admit(structs.replace(sequence, sampling_params=plain))
+        except Exception as error:
+            self._failure = f"{type(error).__name__}: {error}"
+
+    def run(self, passes: Sequence[Batch]) -> list[Ints]:
+        """Run batches one behind the other; returns the tokens of each.
+
+        Raises:
+            RuntimeError: the model cannot run any more.
+        """
+        if self._failure or self._runner is None:
+            raise RuntimeError(self._failure or "the draft model has not been started")
+        tokens: list[Ints] = []
+        flying: LaunchedStep | None = None
+        for batch in passes:
+            launched = self._runner.launch(batch)
+            if flying is not None:
+                tokens.append(flying.result().token_ids)
+            flying = launched
+        if flying is not None:
+            tokens.append(flying.result().token_ids)
+        return tokens

@@ -1,0 +1,187 @@
+"""A draft model drafts what the model samples; outputs are those without it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from fusewright import LLM
+from fusewright.config import UserError
+from fusewright.engine.frontend.outputs import RequestOutput
+from fusewright.model_executor.hf_config import model_folder
+from tests.model_executor.tiny_models import TINY_MODELS
+
+from .test_speculative import KINDS, OPTIONS, PROMPTS, SETUPS, facts, generate, params
+
+ITSELF = {"method": "draft_model", "model": "abacus", "num_speculative_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[RequestOutput]:
+    """The answers without drafts."""
+    return generate(LLM("abacus", **OPTIONS))
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a model like the bundled one, of two layers and with random weights."""
+    config = json.loads((model_folder("abacus") / "config.json").read_text())
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**config | {"num_hidden_layers": 2}))
+    folder = tmp_path_factory.mktemp("models") / "stranger"
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def accepted(report: dict[str, Any]) -> float:
+    return float(report["accepted"] / report["drafted"])
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
+def test_a_model_that_drafts_for_itself_is_right(
+    setup: dict[str, Any], expected: list[RequestOutput]
+) -> None:
+    llm = LLM("abacus", **OPTIONS | setup, speculative_config=ITSELF)
+    outputs = generate(llm)
+    assert facts(outputs) == facts(expected)
+    report = llm.report()["drafts"]
+    assert report["error"] == "" and report["drafted"] > 100
+    assert accepted(report) > 0.85, report  # bad words are not known to it
+    pool = llm.engine.core.scheduler.pool  # type: ignore[attr-defined]
+    assert pool.num_free == pool.num_blocks, "a block was lost"
+
+
+def test_greedy_and_seeded_drafts_of_the_model_itself_are_all_accepted() -> None:
+    llm = LLM("abacus", **OPTIONS, speculative_config=ITSELF)
+    for kind in ("on and on", "sampled", "cut"):
+        llm.generate(PROMPTS, KINDS[kind], use_tqdm=False)
+    report = llm.report()["drafts"]
+    assert accepted(report) > 0.99, report
+
+
+def test_a_stranger_is_wrong_and_changes_no_output(
+    stranger: str, expected: list[RequestOutput]
+) -> None:
+    llm = LLM("abacus", **OPTIONS, speculative_config=ITSELF | {"model": stranger})
+    assert facts(generate(llm)) == facts(expected)
+    report = llm.report()["drafts"]
+    assert report["error"] == "" and report["drafted"] > 50
+    assert accepted(report) < 0.2, report
+
+
+def test_a_prefix_that_the_draft_model_has_read_is_not_read_again() -> None:
+    """Four requests of one prefix: the draft model reads it once, and later requests begin behind
+    it; so they have drafts at once, which are right."""
+    llm = LLM("abacus", **OPTIONS, speculative_config=ITSELF)
+    lengths: list[int] = []
+    drafter = llm.engine.core.scheduler.drafts._drafter  # type: ignore[attr-defined]
+    run = drafter._run
+
+    def counted(passes: Any) -> Any:
+        lengths.append(max(int(batch.query_lens.max()) for batch in passes))
+        return run(passes)
+
+    drafter._run = counted
+    prefix = "12+34=46 23+45=68 34+56=90 45+67=112 56+78=134 "
+    first = llm.generate(prefix + "1+1=", params(ignore_eos=True), use_tqdm=False)
+    assert max(lengths) > len(prefix) // 2
+    lengths.clear()
+    second = llm.generate(prefix + "2+2=", params(ignore_eos=True), use_tqdm=False)
+    assert second[0].num_cached_tokens > 16
+    assert max(lengths) < 32
+    assert first[0].outputs[0].text
+    report = llm.report()["drafts"]
+    assert accepted(report) > 0.97, report
+
+
+def test_a_draft_model_that_fails_is_switched_off_and_no_request_ends(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    alone = LLM("abacus", **OPTIONS).generate(PROMPTS, KINDS["on and on"], use_tqdm=False)
+    llm = LLM("abacus", **OPTIONS, speculative_config=ITSELF)
+    drafter = llm.engine.core.scheduler.drafts._drafter  # type: ignore[attr-defined]
+    run, calls = drafter._run, []
+
+    def failing(passes: Any) -> Any:
+        calls.append(passes)
+        if len(calls) == 3:
+            raise RuntimeError("a kernel of the draft model failed")
+        return run(passes)
+
+    drafter._run = failing
+    outputs = llm.generate(PROMPTS, KINDS["on and on"], use_tqdm=False)
+    assert facts(outputs) == facts(alone)
+    assert "a kernel of the draft model failed" in llm.report()["drafts"]["error"]
+    assert "draft_model has failed and is switched off" in capsys.readouterr().err
+
+
+def test_drafts_come_back_after_a_sleep() -> None:
+    llm = LLM("abacus", **OPTIONS, speculative_config=ITSELF)
+    kind = KINDS["on and on"]
+    before = llm.generate(PROMPTS, kind, use_tqdm=False)
+    for level in (1, 2):
+        llm.sleep(level)
+        llm.wake_up()
+        counts = llm.report()["drafts"]
+        assert facts(llm.generate(PROMPTS, kind, use_tqdm=False)) == facts(before)
+        after = llm.report()["drafts"]
+        drafted = after["drafted"] - counts["drafted"]
+        assert drafted > 50
+        assert after["accepted"] - counts["accepted"] > 0.97 * drafted
+
+
+@pytest.mark.thorough
+def test_a_draft_model_drafts_for_two_ranks() -> None:
+    few = {kind: KINDS[kind] for kind in ("greedy", "on and on", "sampled")}
+    with LLM("abacus", **OPTIONS, tensor_parallel_size=2) as alone:
+        right = generate(alone, few)
+    with LLM("abacus", **OPTIONS, tensor_parallel_size=2, speculative_config=ITSELF) as llm:
+        assert facts(generate(llm, few)) == facts(right)
+        report = llm.report()["drafts"]
+    assert accepted(report) > 0.9, report
+
+
+def test_the_memory_of_a_draft_model_is_accounted_for() -> None:
+    alone = LLM("abacus", **OPTIONS, num_gpu_blocks_override=32).report()
+    both = LLM("abacus", **OPTIONS, num_gpu_blocks_override=32, speculative_config=ITSELF).report()
+    for name in ("weights", "kv_cache"):
+        assert both["memory"][name] == 2 * alone["memory"][name]
+    assert both["kv_cache"]["bytes"] == 2 * alone["kv_cache"]["bytes"]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model": "/no/such/model"}, "/no/such/model"),
+        ({"model": "{other}"}, "vocabulary of .* tokens, and the model one of"),
+        ({"model": "{bare}"}, "no weights|safetensors"),
+        ({"num_speculative_tokens": 8}, "9 rows, and max_num_seqs=8; draft 7 at most"),
+    ],
+)
+def test_a_draft_model_that_cannot_serve_is_refused_before_anything_is_loaded(
+    config: dict[str, Any], said: str, stranger: str, tmp_path: Path
+) -> None:
+    other, bare = tmp_path / "other", tmp_path / "bare"
+    TINY_MODELS[0].save(other)
+    bare.mkdir()
+    (bare / "config.json").write_text((Path(stranger) / "config.json").read_text())
+    if "model" in config:
+        config = config | {"model": config["model"].format(other=other, bare=bare)}
+    with pytest.raises(UserError, match=f"speculative_config: .*{said}"):
+        LLM("abacus", **OPTIONS | {"max_num_seqs": 8}, speculative_config=ITSELF | config)
+
+
+def test_a_sequence_beyond_the_draft_models_length_goes_on_without_drafts() -> None:
+    kind = params(ignore_eos=True, max_tokens=60)
+    alone = LLM("abacus", **OPTIONS).generate(PROMPTS, kind, use_tqdm=False)
+    llm = LLM("abacus", **OPTIONS, speculative_config=ITSELF | {"max_model_len": 32})
+    assert facts(llm.generate(PROMPTS, kind, use_tqdm=False)) == facts(alone)
+    report = llm.report()["drafts"]
+    assert report["error"] == "" and accepted(report) > 0.97
+    assert report["drafted"] < 5 * 32
