@@ -33,11 +33,12 @@ class ScheduledRequest(Struct):
 
 class Drafted(Struct):
     """The ``num_drafts`` drafts of a request that a step tries, behind ``num_known`` tokens that
-    are known."""
+    are known; it might have had ``asked``."""
 
     request: Request
     num_known: int
     num_drafts: int
+    asked: int
 
 
 class ScheduledStep(Struct):
@@ -133,19 +134,29 @@ def _inputs(
     return input_ids, behind
 
 
-def block_table_updates(rows: list[tuple[int, Request]]) -> list[BlockTableUpdate]:
-    """What the block tables of requests gain since the worker was last told, by group.
-
-    Args:
-        rows: (row of the batch, its request).
-    """
+def unsent_blocks(requests: list[Request]) -> list[BlockTableUpdate]:
+    """What the block tables of a batch's rows have gained since the workers were last told, by
+    group.  They count as untold still: a batch of a draft model reaches one worker alone."""
     changed = [
-        (row, request)
-        for row, request in rows
+        (row, request.blocks)
+        for row, request in enumerate(requests)
         if request.blocks.num_entries != request.blocks.num_sent
     ]
-    groups = range(len(rows[0][1].blocks.tables))
-    return [_block_table_update(changed, group) for group in groups]
+    if not changed:
+        return [_UNCHANGED] * len(requests[0].blocks.tables)
+    updates = []
+    for group in range(len(requests[0].blocks.tables)):
+        starts = [blocks.sent[group] for _, blocks in changed]
+        gained = [blocks.tables[group][blocks.sent[group] :] for _, blocks in changed]
+        updates.append(
+            BlockTableUpdate(
+                rows=_ints([row for row, _ in changed]),
+                starts=_ints(starts),
+                counts=_ints([len(each) for each in gained]),
+                block_ids=_ints([block for each in gained for block in each]),
+            )
+        )
+    return updates
 
 
 def _block_table_update(changed: list[tuple[int, Request]], group: int) -> BlockTableUpdate:

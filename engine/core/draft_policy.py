@@ -26,8 +26,6 @@ _MARGIN = 0.01
 """Drafts must promise so much more than none, since what they promise has errors of its own."""
 _WORTH_A_TRY = 1.03
 """A try must promise so many times the best, if all goes as well as is possible."""
-_KNOWN = 0.7
-"""A time is known if its lower bound is so much of it."""
 _WINDOW = 160.0
 """Drafts of a position that its acceptance remembers: older ones fade."""
 _PRIOR, _PRIOR_WEIGHT = 0.6, 2.0
@@ -35,53 +33,91 @@ _FORGET = 0.998
 """Share of the certainty about a class's acceptance that is left after a step without drafts."""
 
 
+_KEPT = 0.996
+"""Share of the steps with drafts whose tokens and time are remembered after another such step."""
+_NEAR_ENOUGH = 0.95
+"""Share of what was promised that is taken for all of it: promises are measured too."""
 _REUSE = 11
 """Steps of the same kind that take over a choice, which takes longer than to schedule a step."""
 
 
-@dataclass
 class Acceptance:
     """How often the drafts of each position are right if all before them are.
 
-    ``tries`` and ``hits`` fade, so that they follow a text that changes.
+    Older drafts fade, so that it follows a text that changes.
     """
 
-    tries: list[float]
-    hits: list[float]
-
-    @classmethod
-    def of(cls, max_k: int) -> Acceptance:
-        return cls([0.0] * max_k, [0.0] * max_k)
+    def __init__(self, max_k: int) -> None:
+        self._rates: list[float | None] = [None] * max_k
+        self._weights = [_PRIOR_WEIGHT] * max_k  # drafts that a rate stands for
 
     def add(self, num_drafts: int, num_accepted: int) -> None:
         """Of ``num_drafts`` drafts of a request the first ``num_accepted`` were right."""
+        before = _PRIOR
         for position in range(min(num_drafts, num_accepted + 1)):
-            kept = 1.0 - 1.0 / _WINDOW
-            self.tries[position] = self.tries[position] * kept + 1.0
-            self.hits[position] = self.hits[position] * kept + (position < num_accepted)
+            rate = self._rates[position]
+            rate = before if rate is None else rate
+            weight = min(self._weights[position] + 1.0, _WINDOW)
+            before = rate + ((position < num_accepted) - rate) / weight
+            self._rates[position], self._weights[position] = before, weight
 
     def forget(self, num_steps: int) -> None:
-        """Steps went by without drafts: what is known becomes less certain, but stays."""
+        """Steps went by without drafts: what is known stays, but becomes less certain."""
         left = _FORGET**num_steps
-        for position, tries in enumerate(self.tries):
-            if tries > 1.0:
-                self.tries[position] *= left
-                self.hits[position] *= left
+        self._weights = [max(weight * left, _PRIOR_WEIGHT) for weight in self._weights]
 
     def rates(self, hopeful: bool = False) -> Iterator[float]:
-        """The rate of each position; of one that was tried little, that of the position before.
+        """The rate of each position; of one that was never tried, that of the position before.
 
         Args:
             hopeful: as high as it may well be, by two standard errors.
         """
         before = _PRIOR
-        for tries, hits in zip(self.tries, self.hits, strict=True):
-            weight = tries + _PRIOR_WEIGHT
-            rate = (hits + _PRIOR_WEIGHT * before) / weight
-            before = rate
+        for known, weight in zip(self._rates, self._weights, strict=True):
+            rate = before = before if known is None else known
             if hopeful:
                 rate = min(1.0, rate + 2.0 * sqrt(max(rate * (1.0 - rate), 0.02) / weight))
             yield rate
+
+
+@dataclass
+class _Kept:
+    """What steps brought while drafts were asked for, by what was promised of them.
+
+    A request whose tokens must be known before it has drafts may sit out a step that others run in,
+    and drafts may come late or not at all: the sums have it, whatever the reason.
+    """
+
+    steps: float = 0.0
+    tokens: float = 0.0
+    seconds: float = 0.0
+    promised_tokens: float = 0.0
+    promised_s: float = 0.0
+
+    def add(self, tokens: float, seconds: float, promised_tokens: float, promised_s: float) -> None:
+        self.steps = self.steps * _KEPT + 1.0
+        self.tokens = self.tokens * _KEPT + tokens
+        self.seconds = self.seconds * _KEPT + seconds
+        self.promised_tokens = self.promised_tokens * _KEPT + promised_tokens
+        self.promised_s = self.promised_s * _KEPT + promised_s
+
+    def forget(self, num_steps: int) -> None:
+        left = _FORGET**num_steps
+        for name, value in vars(self).items():
+            setattr(self, name, value * left)
+
+    @property
+    def likely(self) -> float:
+        """The share of the promised rate that came."""
+        if self.steps < 1.0 or not (self.seconds and self.promised_tokens):
+            return 1.0
+        return self.tokens / self.seconds * self.promised_s / self.promised_tokens
+
+    @property
+    def share(self) -> float:
+        """``likely``, and so much more as chance can explain; 1 if that is near enough."""
+        share = self.likely + 1.5 / sqrt(max(self.tokens, 1.0))
+        return share if share < _NEAR_ENOUGH else 1.0
 
 
 @dataclass(frozen=True)
@@ -119,11 +155,13 @@ class DraftPolicy:
     _last_key: tuple[object, ...] = ()
     _last: dict[str, int] = field(default_factory=dict)
     _uses_left: int = 0
+    _promised: tuple[float, float] = (0.0, 0.0)
+    _kept: _Kept = field(default_factory=_Kept)
 
     def __post_init__(self) -> None:
         self.num_chosen = [0] * (self.max_k + 1)
 
-    def choose(self, requests: Mapping[str, int], other_rows: int = 0) -> dict[str, int]:
+    def choose(self, requests: Mapping[str, int], other_rows: int = 0) -> Mapping[str, int]:
         """The most drafts for a request of each class.
 
         Args:
@@ -140,32 +178,37 @@ class DraftPolicy:
 
     def _choose(self, requests: Mapping[str, int], other_rows: int) -> dict[str, int]:
         for name in requests:
-            self._classes.setdefault(name, Acceptance.of(self.max_k))
+            self._classes.setdefault(name, Acceptance(self.max_k))
         plans = list(self._plans(requests, other_rows))
         none, rates = plans[0], [self._rate(plan) for plan in plans]
+        share = self._kept.share
+        rates = [rates[0], *(rate * share for rate in rates[1:])]
+        # What a step without drafts takes is measured first: that costs nothing.
+        knows_none = self.costs.is_known(none.rows)
         best = max(range(len(plans)), key=lambda i: rates[i])
-        if rates[best] <= rates[0] * (1.0 + _MARGIN) or self._is_unknown(none):
+        if rates[best] <= rates[0] * (1.0 + _MARGIN) or not knows_none:
             best = 0
         chosen, tried = plans[best], None
-        if not self._is_unknown(none):
+        if knows_none:
             tried = self._try(requests, other_rows, chosen, rates[best])
-        settled = tried is None and self.costs.is_measured(chosen.rows, chosen.depth)
+        settled = tried is None and self.costs.is_known(chosen.rows, chosen.depth)
         self._uses_left = _REUSE if settled else 0
         chosen = tried or chosen
+        seconds = self.costs.estimate(chosen.rows, chosen.depth)
+        self._promised = (chosen.tokens, seconds) if chosen.depth and settled else (0.0, 0.0)
+        if not chosen.depth:
+            self._kept.forget(1 + self._uses_left)
         self.num_chosen[chosen.depth] += 1
         for name in none.drafts:
             if not chosen.drafts[name]:
                 self._classes[name].forget(1 + self._uses_left)
         return chosen.drafts
 
-    def _is_unknown(self, none: _Plan) -> bool:
-        """Whether the time of a step without drafts is little more than a guess: then it is
-        measured first, which costs nothing."""
-        return self.costs.least(none.rows) < _KNOWN * self.costs.estimate(none.rows)
-
-    def observe_step(self, rows: int, depth: int, seconds: float) -> None:
+    def observe_step(self, rows: int, depth: int, seconds: float, tokens: int) -> None:
         """A step of ``rows`` rows in which ``depth`` tokens a request were drafted at most took
-        ``seconds``, from the end of the step before."""
+        ``seconds``, from the end of the step before, and brought ``tokens``."""
+        if self._promised[0]:
+            self._kept.add(tokens, seconds, *self._promised)
         self._first_s = self._first_s or seconds
         self._seconds += (
             min(seconds, 2.0 * self.costs.estimate(rows, depth))
@@ -177,7 +220,7 @@ class DraftPolicy:
     def observe_drafts(self, name: str, asked: int, num_drafts: int, num_accepted: int) -> None:
         """Of a request of class ``name``, ``num_accepted`` of ``num_drafts`` drafts were right;
         ``asked`` were allowed, of which a drafter may make fewer."""
-        self._classes.setdefault(name, Acceptance.of(self.max_k)).add(num_drafts, num_accepted)
+        self._classes.setdefault(name, Acceptance(self.max_k)).add(num_drafts, num_accepted)
         if asked:
             now = self._coverage.get(name, 1.0)
             self._coverage[name] = now + (num_drafts / asked - now) / 64.0
@@ -192,6 +235,7 @@ class DraftPolicy:
                 for name, each in self._classes.items()
             },
             "step_s": self.costs.table(),
+            "kept_share": round(self._kept.share, 3),
             "tries_lost_s": self._lost,
         }
 
@@ -225,26 +269,26 @@ class DraftPolicy:
     def _try(
         self, requests: Mapping[str, int], other_rows: int, best: _Plan, best_rate: float
     ) -> _Plan | None:
-        """The plan that would be the best if all goes as well as is possible, if that is worth a
-        try and the budget has what it may lose; None if there is none."""
+        """Of the plans that would be the best if all goes as well as is possible, the one that is
+        expected to lose least, if the budget has that; None if there is none."""
         budget = _FIRST_STEPS * self._first_s + _BUDGET * self._seconds - self._lost
-        if budget <= 0.0 and self._first_s:
+        if budget <= 0.0:
             return None
-        hoped: list[tuple[float, _Plan]] = []
+        tries: list[tuple[float, float, _Plan]] = []
+        share = self._kept.share
+        likely = self._kept.likely if share < 1.0 else 1.0
         for plan in self._plans(requests, other_rows, hopeful=True):
-            if plan.drafts == best.drafts:
-                continue
-            seconds = max(self.costs.least(plan.rows, plan.depth), 1e-12)
-            hoped.append((plan.tokens / seconds, plan))
-        if not hoped:
-            return None
-        promise, plan = max(hoped, key=lambda each: each[0])
-        if promise < best_rate * _WORTH_A_TRY:
-            return None
-        seconds = self.costs.estimate(plan.rows, plan.depth)
-        expected = self._expected_tokens(requests, plan)
-        lost = max(seconds - expected / best_rate, 0.0)
-        if self._first_s and lost > budget:
+            deeper = any(count > best.drafts[name] for name, count in plan.drafts.items())
+            if not deeper and self.costs.is_known(plan.rows, plan.depth):
+                continue  # nothing would be learned
+            promise = share * plan.tokens / max(self.costs.least(plan.rows, plan.depth), 1e-12)
+            if promise >= best_rate * _WORTH_A_TRY:
+                seconds = self.costs.estimate(plan.rows, plan.depth)
+                expected = likely * self._expected_tokens(requests, plan)
+                lost = max(seconds - expected / best_rate, 0.0)
+                tries.append((lost, -promise, plan))
+        lost, _, plan = min(tries, key=lambda each: each[:2], default=(0.0, 0.0, None))
+        if plan is None or lost > budget:
             return None
         self._lost += lost
         return plan

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from ...config import UserError
 from ...config.speculative import SpeculativeConfig
 from ..messages.draft_run import DraftRun
+from .draft_policy import DraftPolicy
 from .drafts import Drafter, Drafts
 from .kv_blocks import BlockPool
 from .model_drafter import ModelDrafter
 from .ngram import NgramDrafter
+from .step_costs import StepCosts, knee
 
 
 def _ngram(config: SpeculativeConfig, model: DraftRun | None) -> Drafter:
@@ -28,6 +30,9 @@ _DRAFTERS: dict[str, Callable[[SpeculativeConfig, DraftRun | None], Drafter]] = 
     "draft_model": _draft_model,
 }
 """Method -> its drafter; ``config.speculative.METHODS`` has the same names."""
+_FLAT_ROWS = 190
+"""Rows up to which a step takes as long as one of one row, until times are measured: on an H200 the
+products then take as long as reading the weights (docs/scheduling.md#how-prompts-are-split)."""
 
 
 def make_drafts(
@@ -49,5 +54,9 @@ def make_drafts(
             f"speculative_config: method={config.method!r}: the model has layers that keep a state "
             "of the whole sequence, which cannot go back to before a wrong draft; leave it out"
         )
-    drafter = _DRAFTERS[config.method](config, model)
-    return Drafts(drafter, config.num_speculative_tokens, vocab_size=vocab_size)
+    drafter, most = _DRAFTERS[config.method](config, model), config.num_speculative_tokens
+    policy = None
+    if config.adaptive:
+        costs = StepCosts(knee(_FLAT_ROWS), model.share if model is not None else 0.0)
+        policy = DraftPolicy(most, costs)
+    return Drafts(drafter, most, policy, vocab_size=vocab_size)

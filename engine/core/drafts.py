@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from ..messages.draft_stats import DraftStats
-from .batch import Drafted, ScheduledRequest
+from .batch import Drafted, ScheduledRequest, ScheduledStep
 from .kv_blocks import BlockPool
 from .request import Request
 
@@ -29,6 +29,9 @@ class Drafter(Protocol):
 
     method: str
     """Its name, as in ``speculative_config``."""
+    stores_drafts: bool
+    """Whether it stores what it drafts in the request's blocks, so that these must be there first;
+    it drafts no more then than they have room for."""
 
     def wants(self, request: Request) -> bool:
         """Whether it will have drafts for the request when its token in flight is known.  If not,
@@ -46,14 +49,22 @@ class Drafter(Protocol):
         """The request has ended; it may be one that it was never asked about."""
 
 
-class DraftPolicy(Protocol):
-    """Chooses how many tokens are drafted."""
+class Policy(Protocol):
+    """Chooses how many tokens are drafted.  Classes of requests are as of ``class_of``."""
 
-    def choose(self, num_running: int) -> int:
-        """Most drafts of a request in the next step, of ``num_running`` requests; 0: none."""
+    def choose(self, requests: Mapping[str, int], other_rows: int) -> Mapping[str, int]:
+        """Most drafts for a request of each class, of which the next step has so many."""
 
-    def settle(self, num_drafts: int, num_accepted: int) -> None:
-        """As of ``Drafter``, of one request in one step."""
+    def observe_step(self, rows: int, depth: int, seconds: float, tokens: int) -> None:
+        """A step of decodes took ``seconds``, had ``depth`` drafts a request at most, and brought
+        ``tokens``."""
+
+    def observe_drafts(self, name: str, asked: int, num_drafts: int, num_accepted: int) -> None:
+        """Of a request of class ``name`` that might have ``asked`` drafts, ``num_drafts`` were
+        tried and the first ``num_accepted`` were right."""
+
+    def report(self) -> dict[str, Any]:
+        """Plain data."""
 
 
 class Always:
@@ -62,11 +73,22 @@ class Always:
     def __init__(self, most: int) -> None:
         self._most = most
 
-    def choose(self, num_running: int) -> int:
-        return self._most
+    def choose(self, requests: Mapping[str, int], other_rows: int) -> Mapping[str, int]:
+        return dict.fromkeys(requests, self._most)
 
-    def settle(self, num_drafts: int, num_accepted: int) -> None:
+    def observe_step(self, rows: int, depth: int, seconds: float, tokens: int) -> None:
         pass
+
+    def observe_drafts(self, name: str, asked: int, num_drafts: int, num_accepted: int) -> None:
+        pass
+
+    def report(self) -> dict[str, Any]:
+        return {}
+
+
+def class_of(request: Request) -> str:
+    """The class of requests whose drafts are right about as often."""
+    return "greedy" if request.sampling_params.greedy else "sampled"
 
 
 NOTHING, NO_ROWS, NO_BLOCKS = "nothing proposed", "no room in the step", "no free KV blocks"
@@ -99,38 +121,51 @@ class Drafts:
         self,
         drafter: Drafter,
         most: int,
-        policy: DraftPolicy | None = None,
+        policy: Policy | None = None,
         vocab_size: int = 1 << 31,
     ) -> None:
         self._drafter: Drafter | None = drafter
         self.policy = policy or Always(most)
         self.most, self._vocab_size, self._method = most, vocab_size, drafter.method
         self._num_in_flight = 0  # steps with drafts
-        self._most_now = 0
+        self._most_now, self._most_of = 0, dict[str, int]()
         self._num_steps = self._num_tokens = 0
         self._drafted, self._accepted = [0] * most, [0] * most
         self._without: Counter[str] = Counter()
         self._error = ""
 
-    def begin(self, num_running: int, limit: int) -> None:
-        """A step of ``num_running`` requests is about to be scheduled, in which one may have up to
+    def begin(self, running: Collection[Request], limit: int) -> None:
+        """A step of ``running`` requests is about to be scheduled, in which one may have up to
         ``limit`` drafts."""
-        self._most_now = 0
-        if self._drafter is not None:
-            self._most_now = min(self.most, limit, self.policy.choose(num_running))
+        self._most_now, self._most_of = 0, {}
+        if self._drafter is None:
+            return
+        counts = Counter(class_of(each) for each in running if not why_none(each))
+        if counts:
+            others = len(running) - counts.total()
+            chosen = self.policy.choose(counts, others)
+            self._most_of = {name: min(self.most, limit, k) for name, k in chosen.items()}
+            self._most_now = max(self._most_of.values())
+
+    def _most_for(self, request: Request) -> int:
+        return self._most_of.get(class_of(request), 0)
 
     def holds(self, request: Request) -> bool:
         """Whether a decode waits for the step in flight, so that it can have drafts behind it."""
         is_free = not (request.num_in_flight or self._num_in_flight)
         if is_free or not self._most_now or self._drafter is None or why_none(request):
             return False
-        if request.max_total_tokens - request.num_tokens < 2:
+        most = self._most_for(request)
+        if not most or request.max_total_tokens - request.num_tokens < 2:
             return False
         try:
-            return self._drafter.wants(request)
+            wants = self._drafter.wants(request)
         except Exception as error:
             self._switch_off(error)
             return False
+        if not wants:
+            self.policy.observe_drafts(class_of(request), most, 0, 0)
+        return wants
 
     def add(
         self, decodes: list[ScheduledRequest], room: int, pool: BlockPool, margin: int
@@ -146,15 +181,17 @@ class Drafts:
         if not self._most_now:
             return []
         entries = [(row, entry) for row, entry in enumerate(decodes) if self._may_draft(entry)]
-        if getattr(self._drafter, "stores_drafts", False):
+        if self._drafter is not None and self._drafter.stores_drafts:
             for _, entry in entries:
                 _with_blocks(entry, self._most_now, pool, margin)
         proposals = self._propose([entry.request for _, entry in entries])
         wanting = sum(1 for proposal in proposals if proposal)
         drafted = []
         for (row, entry), proposal in zip(reversed(entries), reversed(proposals), strict=True):
+            most = self._most_for(entry.request)
             if not proposal:
                 self._without[NOTHING] += 1
+                self.policy.observe_drafts(class_of(entry.request), most, 0, 0)
                 continue
             # Everyone gets as many as the rows allow.
             count = min(len(proposal), -(-room // wanting))
@@ -172,13 +209,15 @@ class Drafts:
                 ScheduledRequest(request, behind + i, 1, 1, draft=proposal[i]) for i in range(count)
             ]
             request.num_drafts = count
-            drafted.append(Drafted(request, behind, count))
+            drafted.append(Drafted(request, behind, count, most))
         self._num_in_flight += bool(drafted)
         return drafted
 
     def _may_draft(self, entry: ScheduledRequest) -> bool:
         request = entry.request
         if not entry.num_sampled or request.num_known_tokens != entry.start + 1:
+            return False
+        if not self._most_for(request) and not why_none(request):
             return False
         why = why_none(request)
         if not why and request.max_total_tokens - request.num_tokens < 1:
@@ -213,8 +252,8 @@ class Drafts:
         # A row behind the last draft samples one more token.
         lefts = (each.max_total_tokens - each.num_tokens for each in requests)
         return [
-            drafts[: min(self._most_now, left)]
-            for drafts, left in zip(proposals, lefts, strict=True)
+            drafts[: min(self._most_for(request), left)]
+            for drafts, left, request in zip(proposals, lefts, requests, strict=True)
         ]
 
     def ask(self, request: Request) -> None:
@@ -246,7 +285,7 @@ class Drafts:
             for position in range(count):
                 self._drafted[position] += 1
                 self._accepted[position] += position < accepted
-            self.policy.settle(count, accepted)
+            self.policy.observe_drafts(class_of(request), each.asked, count, accepted)
             if self._drafter is not None:
                 try:
                     self._drafter.settle(request, count, accepted)
@@ -281,8 +320,15 @@ class Drafts:
             self._error,
         )
 
+    def observe_step(self, step: ScheduledStep, seconds: float, tokens: int) -> None:
+        """A step took ``seconds``, from the end of the one before, and brought ``tokens``."""
+        if self._drafter is not None and step.batch.query_len == 1:
+            depth = max((each.asked for each in step.drafted), default=0)
+            self.policy.observe_step(step.batch.num_seqs, depth, seconds, tokens)
+
     def stats(self) -> DraftStats:
         return DraftStats(
+            policy=self.policy.report(),
             method=self._method,
             most=self.most,
             num_steps=self._num_steps,

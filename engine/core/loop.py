@@ -147,13 +147,15 @@ class EngineCore:
             try:
                 result = pending.result()
                 clock.lap("wait")
-                clock.ended(oldest, self._kind(oldest))
+                seconds = clock.ended(oldest, self._kind(oldest))
             except Exception as error:
                 del self._in_flight[0]
                 failed.insert(0, (oldest, error))
             else:
                 del self._in_flight[0]
                 tokens = self.scheduler.update(oldest, result)
+                if self.scheduler.drafts is not None and seconds:
+                    self.scheduler.drafts.observe_step(oldest, seconds, len(tokens.request_ids))
                 if self._grammars is not None:
                     self._grammars.flush()
                 clock.lap("update")
@@ -181,7 +183,10 @@ class EngineCore:
 
     def _note_in_flight(self) -> None:
         # A step whose requests have all ended is not waited for.
-        self._clock.in_flight(len(self._in_flight) if self.num_unfinished else 0)
+        unfinished = self.num_unfinished
+        self._clock.in_flight(len(self._in_flight) if unfinished else 0)
+        if not unfinished:
+            self._clock.rest()
 
     def _kind(self, step: ScheduledStep) -> str:
         return "decode" if step.batch.query_len == 1 else "mixed"

@@ -16,7 +16,7 @@ import numpy as np
 from ...config import NO_SLOT
 from ..messages.draft_run import DraftRun
 from ..messages.step import Batch
-from .batch import block_table_updates
+from .batch import unsent_blocks
 from .kv_blocks import SequenceBlocks
 from .request import Request
 
@@ -199,7 +199,7 @@ def _batch(
     feed_slots: list[int],
     query_len: int,
 ) -> Batch:
-    """A batch of the draft model; it tells the worker of blocks, as any batch does."""
+    """A batch of the draft model."""
     return Batch(
         slots=np.array([each.slot for each in requests], np.int32),
         starts=np.array(starts, np.int32),
@@ -208,7 +208,7 @@ def _batch(
         input_ids=np.array(input_ids, np.int32),
         feed_slots=np.array(feed_slots, np.int32),
         new=[],
-        block_tables=block_table_updates(list(enumerate(requests))),
+        block_tables=unsent_blocks(requests),
         query_len=query_len,
     )
 

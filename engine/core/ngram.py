@@ -64,7 +64,7 @@ class _Index:
 class NgramDrafter:
     """Drafts what followed the longest run of ``shortest`` to ``longest`` last tokens."""
 
-    method, is_quick = "ngram", True
+    method, is_quick, stores_drafts = "ngram", True, False
 
     def __init__(self, longest: int, shortest: int) -> None:
         if not 1 <= shortest <= longest:

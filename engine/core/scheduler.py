@@ -141,7 +141,7 @@ class Scheduler:
         self._has_part = False
         drafts = self.drafts
         if drafts is not None:
-            drafts.begin(len(self.running), self.limits.longest_chunk - 1)
+            drafts.begin(self.running.values(), self.limits.longest_chunk - 1)
         order = in_order(self.running, self.waiting, self.heed_priority)
         for request in order:
             if budget == 0:

@@ -33,10 +33,17 @@ class StepClock:
         self.phase_s = dict.fromkeys(PHASES, 0.0)
         self._at = self._idle_since = perf_counter()
         self._idle_s, self._num_in_flight = 0.0, 0
+        self._rested, self._outside_s = True, 0.0
 
     def start(self) -> None:
         """A step of the core begins."""
-        self._at = perf_counter()
+        now = perf_counter()
+        self._outside_s += now - self._at
+        self._at = now
+
+    def rest(self) -> None:
+        """No request is left."""
+        self._rested = True
 
     def lap(self, phase: str) -> None:
         now = perf_counter()
@@ -61,14 +68,19 @@ class StepClock:
         self.lap("launch")
         step.read_bytes = self._reads.count(step.batch.starts, step.batch.query_lens)
 
-    def ended(self, step: ScheduledStep, kind: str) -> None:
-        """The result of ``step`` is there, by the last lap."""
+    def ended(self, step: ScheduledStep, kind: str) -> float:
+        """The result of ``step`` is there, by the last lap.  Returns the time since the end of the
+        step before, with what the core did in between and without what others did; 0 if there was
+        none since the last rest."""
         began, now = max(step.launched_at, self._ended_at), self._at
+        whole = 0.0 if self._rested else now - self._ended_at - self._outside_s
+        self._rested, self._outside_s = False, 0.0
         # A step that nobody waited for ended unseen, some time before those that came after it.
         if step.launched_at >= self._busy_since:
             self.busy_s[kind] += now - began
             self.read_bytes[kind] += step.read_bytes
         self._ended_at = now
+        return whole
 
     @property
     def idle_s(self) -> float:

@@ -17,6 +17,8 @@ _MOST_RISE = 2.0
 """A longer time than this many averages counts as so much: it held a capture or a pause."""
 _STALE_AFTER = 2000
 """Steps behind which a bucket that was not visited counts as unmeasured for lower bounds."""
+_NEAR = 0.7
+"""Share of a longer time that a shorter one must have to be near it."""
 Prior = Callable[[int], float]
 
 
@@ -112,6 +114,17 @@ class StepCosts:
         return (
             cell is not None and cell.count > 1 and (cell.seen_at >= self._num_steps - _STALE_AFTER)
         )
+
+    def is_known(self, rows: float, depth: int = 0) -> bool:
+        """Whether measured times of no more and of no fewer rows are near each other, so that the
+        time of ``rows`` lies between them."""
+        depth = depth if self._share else 0
+        if self.is_measured(rows, depth):
+            return True
+        oldest = self._num_steps - _STALE_AFTER
+        cells = self._cells.get(depth, {}).items()
+        above = [c.seconds for b, c in cells if b >= rows and c.seen_at >= oldest]
+        return bool(above) and self.least(rows, depth) >= _NEAR * min(above)
 
     def table(self) -> list[dict[str, float]]:
         """Plain data: what was measured, by depth and rows."""

@@ -18,6 +18,8 @@ class DraftStats(Struct, frozen=True):
         drafted, accepted: [most] drafts that were tried, and those that were right, by position.
         without: reason -> how often a decode had no drafts.
         error: why the drafter was switched off, or "".
+        policy: how many drafts were chosen and by what, as plain data; empty where their number is
+            fixed.
     """
 
     method: str
@@ -28,6 +30,7 @@ class DraftStats(Struct, frozen=True):
     accepted: list[int]
     without: dict[str, int]
     error: str = ""
+    policy: dict[str, Any] = {}
 
     @property
     def num_drafted(self) -> int:
@@ -50,4 +53,5 @@ class DraftStats(Struct, frozen=True):
             "mean_length": self.num_tokens / self.num_steps if self.num_steps else 0.0,
             "without": dict(self.without),
             "error": self.error,
+            "policy": self.policy,
         }

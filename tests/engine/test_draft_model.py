@@ -18,7 +18,12 @@ from tests.model_executor.tiny_models import TINY_MODELS
 
 from .test_speculative import KINDS, OPTIONS, PROMPTS, SETUPS, facts, generate, params
 
-ITSELF = {"method": "draft_model", "model": "abacus", "num_speculative_tokens": 4}
+ITSELF = {
+    "method": "draft_model",
+    "model": "abacus",
+    "num_speculative_tokens": 4,
+    "adaptive": False,
+}
 
 
 @pytest.fixture(scope="module")

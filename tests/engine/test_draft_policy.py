@@ -34,41 +34,34 @@ def tokens_per_step(random: Random, num_seqs: int, k: int, acceptance: float) ->
     return accepted
 
 
-def best_fixed(
-    cost: Callable[[int], float], num_seqs: int, acceptance: float, draft_s: float = 0.0
-) -> tuple[float, float]:
-    """Tokens a second of the best k that never changes, and of no drafts."""
-    rates = []
-    for k in range(MAX_K + 1):
-        expected = sum(acceptance**i for i in range(k + 1))
-        rates.append(num_seqs * expected / (cost(num_seqs * (k + 1)) + k * draft_s))
-    return max(rates), rates[0]
-
-
 def run(
     cost: Callable[[int], float],
     num_seqs: int,
     acceptance_at: Callable[[int], float],
-    *,
-    num_steps: int = NUM_STEPS,
     draft_s: float = 0.0,
-    noise: float = 0.03,
-) -> tuple[float, DraftPolicy]:
-    """Tokens a second of the policy, and the policy."""
-    random = Random(7)
-    share = draft_s / cost(1)
-    policy = DraftPolicy(MAX_K, StepCosts(knee(200), share))
-    tokens, seconds = 0, 0.0
-    for step in range(num_steps):
+) -> None:
+    """Compare the policy's tokens a second with those of each number that never changes, of which
+    the first is none; drafts are right alike for all."""
+    random, chance = Random(7), Random(11)
+    policy = DraftPolicy(MAX_K, StepCosts(knee(200), draft_s / cost(1)))
+    took = [cost(num_seqs * (k + 1)) + k * draft_s for k in range(MAX_K + 1)]
+    fixed, tokens, seconds = [0] * (MAX_K + 1), 0, 0.0
+    for step in range(NUM_STEPS):
         k = policy.choose({"": num_seqs})[""]
-        accepted = tokens_per_step(random, num_seqs, k, acceptance_at(step))
-        took = cost(num_seqs * (k + 1)) + k * draft_s
-        seconds += took
-        tokens += num_seqs + sum(accepted)
-        policy.observe_step(num_seqs * (k + 1), k, took * (1 + noise * (random.random() - 0.5)))
-        for count in accepted:
-            policy.observe_drafts("", k, k, count)
-    return tokens / seconds, policy
+        right = tokens_per_step(chance, num_seqs, MAX_K, acceptance_at(step))
+        for each in range(MAX_K + 1):
+            fixed[each] += num_seqs + sum(min(each, count) for count in right)
+        gained = num_seqs + sum(min(k, count) for count in right)
+        seconds += took[k]
+        tokens += gained
+        measured = took[k] * (1 + 0.03 * (random.random() - 0.5))
+        policy.observe_step(num_seqs * (k + 1), k, measured, gained)
+        for count in right:
+            policy.observe_drafts("", k, k, min(k, count))
+    rates = [fixed[k] / (took[k] * NUM_STEPS) for k in range(MAX_K + 1)]
+    rate = tokens / seconds
+    assert rate >= 0.97 * max(rates), (rate / max(rates), policy.report())
+    assert rate >= 0.98 * rates[0], (rate / rates[0], policy.report())
 
 
 CASES = list(product(COSTS, ACCEPTANCES, (1, 4, 32)))
@@ -79,11 +72,7 @@ CASES = list(product(COSTS, ACCEPTANCES, (1, 4, 32)))
 def test_it_is_within_three_percent_of_the_best_fixed_number(
     shape: str, acceptance: float, num_seqs: int
 ) -> None:
-    cost = COSTS[shape]
-    best, none = best_fixed(cost, num_seqs, acceptance)
-    rate, policy = run(cost, num_seqs, lambda step: acceptance)
-    assert rate >= 0.97 * best, (rate / best, policy.report())
-    assert rate >= 0.98 * none
+    run(COSTS[shape], num_seqs, lambda step: acceptance)
 
 
 CHANGES: dict[str, Callable[[int], float]] = {
@@ -95,24 +84,13 @@ CHANGES: dict[str, Callable[[int], float]] = {
 
 @pytest.mark.parametrize(("shape", "change"), list(product(COSTS, CHANGES)))
 def test_it_follows_an_acceptance_that_changes(shape: str, change: str) -> None:
-    cost, at = COSTS[shape], CHANGES[change]
-    fixed = []
-    for k in range(MAX_K + 1):
-        expected = sum(sum(at(step) ** i for i in range(k + 1)) for step in range(NUM_STEPS))
-        fixed.append(4 * expected / (NUM_STEPS * cost(4 * (k + 1))))
-    rate, policy = run(cost, 4, at)
-    assert rate >= 0.97 * max(fixed), (rate / max(fixed), policy.report())
-    assert rate >= 0.98 * fixed[0]
+    run(COSTS[shape], 4, CHANGES[change])
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.6, 0.95])
 @pytest.mark.parametrize("draft_s", [0.0005, 0.002])
 def test_the_time_of_drafting_counts(acceptance: float, draft_s: float) -> None:
-    cost = COSTS["bend"]
-    best, none = best_fixed(cost, 4, acceptance, draft_s)
-    rate, policy = run(cost, 4, lambda step: acceptance, draft_s=draft_s)
-    assert rate >= 0.97 * best, (rate / best, policy.report())
-    assert rate >= 0.98 * none
+    run(COSTS["bend"], 4, lambda step: acceptance, draft_s)
 
 
 def test_a_loaded_server_drafts_nothing_and_a_quiet_one_does_again() -> None:
@@ -124,13 +102,37 @@ def test_a_loaded_server_drafts_nothing_and_a_quiet_one_does_again() -> None:
         for _ in range(400):
             k = policy.choose({"": num_seqs})[""]
             chosen.append(k)
-            policy.observe_step(num_seqs * (k + 1), k, cost(num_seqs * (k + 1)))
-            for count in tokens_per_step(random, num_seqs, k, 0.5):
+            accepted = tokens_per_step(random, num_seqs, k, 0.5)
+            rows = num_seqs * (k + 1)
+            policy.observe_step(rows, k, cost(rows), num_seqs + sum(accepted))
+            for count in accepted:
                 policy.observe_drafts("", k, k, count)
         means.append(sum(chosen[50:]) / 350)
     assert means[0] > 3
     assert means[1] < 0.2
     assert means[2] > 3
+
+
+@pytest.mark.parametrize(("acceptance", "drafts"), [(0.35, False), (0.95, True)])
+def test_requests_that_sit_out_a_step_are_noticed(acceptance: float, drafts: bool) -> None:
+    """Of eight requests two have drafts, and run in every second step alone: drafts must bring more
+    than the step that is missed.  What was promised did not come, which is all that is told."""
+    random, policy = Random(3), DraftPolicy(MAX_K, StepCosts(knee(200)))
+    tokens, num_steps = 0, 3000
+    for step in range(num_steps):
+        k = policy.choose({"": 8})[""]
+        gained, rows = 8, 8
+        if k:
+            accepted = tokens_per_step(random, 2, k, acceptance) if step % 2 else []
+            gained, rows = 6 + len(accepted) + sum(accepted), 8 + k * len(accepted)
+            for count in accepted:
+                policy.observe_drafts("", k, k, count)
+            for _ in range(6):
+                policy.observe_drafts("", k, 0, 0)
+        policy.observe_step(rows, k, 0.004, gained)
+        tokens += gained
+    assert (tokens > 8.5 * num_steps) == drafts
+    assert tokens > 0.975 * 8 * num_steps, policy.report()
 
 
 def test_each_class_of_requests_has_its_own_drafts() -> None:
@@ -141,11 +143,11 @@ def test_each_class_of_requests_has_its_own_drafts() -> None:
     for step in range(2000):
         drafts = policy.choose({"edits": 1, "prose": 1})
         rows = 2 + sum(drafts.values())
-        policy.observe_step(rows, max(drafts.values()), cost(rows))
+        right = {n: tokens_per_step(random, 1, k, acceptance[n])[0] for n, k in drafts.items()}
+        policy.observe_step(rows, max(drafts.values()), cost(rows), 2 + sum(right.values()))
         for name, k in drafts.items():
             sums[name] += k if step >= 500 else 0
-            for count in tokens_per_step(random, 1, k, acceptance[name]):
-                policy.observe_drafts(name, k, k, count)
+            policy.observe_drafts(name, k, k, right[name])
     assert sums["edits"] > 2 * 1500
     assert sums["prose"] < 0.1 * 1500
 
@@ -158,8 +160,9 @@ def test_a_drafter_that_proposes_rarely_is_asked_for_more_than_it_proposes() -> 
     for step in range(2000):
         k = policy.choose({"": 1})[""]
         drafts = k if random.random() < 0.2 else 0
-        policy.observe_step(1 + drafts, k, cost(1 + drafts))
-        policy.observe_drafts("", k, drafts, tokens_per_step(random, 1, drafts, 0.97)[0])
+        right = tokens_per_step(random, 1, drafts, 0.97)[0]
+        policy.observe_step(1 + drafts, k, cost(1 + drafts), 1 + right)
+        policy.observe_drafts("", k, drafts, right)
         asked += k if step >= 500 else 0
     assert asked > 3 * 1500
 

@@ -41,6 +41,7 @@ class Guesser:
     windows: tuple[int, ...] = (0,)
     rng: random.Random = field(default_factory=lambda: random.Random(7))
     method: str = "guess"
+    stores_drafts: bool = False
     told: list[tuple[int, int]] = field(default_factory=list)
     open: set[str] = field(default_factory=set)
 

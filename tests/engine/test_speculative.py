@@ -23,6 +23,7 @@ NGRAM = {
     "num_speculative_tokens": 4,
     "prompt_lookup_max": 3,
     "prompt_lookup_min": 1,
+    "adaptive": False,
 }
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
