@@ -12,7 +12,7 @@ _MODULES = {
     ".engine.async_llm": "AsyncLLM",
     ".engine.engine_args": "EngineArgs AsyncEngineArgs",
     ".engine.beam_search": "BeamSearchParams BeamSearchOutput BeamSearchSequence",
-    ".engine.messages.sampling_params": "SamplingParams StructuredOutputsParams RequestOutputKind",
+    ".engine.messages.sampling_params": "SamplingParams StructuredOutputsParams RequestOutputKind ThinkingTokens",
     ".engine.frontend.inputs": "TextPrompt TokensPrompt",
     ".engine.frontend.outputs": "RequestOutput CompletionOutput Logprob",
     ".config": "EngineOptions",

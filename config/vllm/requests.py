@@ -44,6 +44,7 @@ GENERATION = table(
     ignored("texts are as the tokenizer decodes them", "spaces_between_special_tokens"),
     ignored("each token is shown when it comes", "stream_interval", (1,)),
     ignored("the server has one template for each model", "chat_template_content_format"),
+    same("thinking_token_budget", "in chats, responses and messages"),
     same("include_reasoning", "false leaves it out of answers"),
     ignored("--reasoning-parser none leaves reasoning in the text", "separate_reasoning", (True,)),
     ignored(
@@ -54,7 +55,6 @@ GENERATION = table(
     refused("the prompt's last tokens are kept", "truncation_side", ("left",)),
     refused("give structured_outputs or response_format", "structural_tag"),
     refused("call LLM.beam_search", "use_beam_search length_penalty early_stopping", (1.0,)),
-    refused("reasoning is not told apart; use max_tokens", "thinking_token_budget", (-1,)),
     refused("use repetition_penalty", "repetition_detection"),
     refused(PROCESSORS, "logits_processors"),
     refused("give top_logprobs, or logprobs of a completion", "logprob_token_ids"),

@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from ...config import NO_SLOT
 from ..messages.step import NO_TARGET, Batch, BlockTableUpdate, Ints, NewSequence
-from .masks import permitted
+from .masks import only, permitted
 from .request import Request
 
 NO_DRAFT = -1
@@ -53,7 +53,7 @@ class ScheduledStep(Struct):
     """The least that it has to read, see ``StepReads``; counted once it is launched."""
 
 
-def make_batch(scheduled: list[ScheduledRequest]) -> Batch:
+def make_batch(scheduled: list[ScheduledRequest], vocab_size: int) -> Batch:
     """The worker's view of a step.  It includes what the worker has not yet been told about the
     requests, such as new blocks, and marks that as told."""
     rows: list[int] = []
@@ -78,7 +78,11 @@ def make_batch(scheduled: list[ScheduledRequest]) -> Batch:
         if num_tokens != query_len:
             query_len = 0
         behind = () if entry.draft == NO_DRAFT else drafts
-        if request.matcher is not None and entry.num_sampled:
+        forced = request.forced_id() if entry.num_sampled else None
+        if forced is not None:
+            masked.append(row)
+            masks.append(only(forced, vocab_size))
+        elif request.matcher is not None and entry.num_sampled:
             masked.append(row)
             masks.append(permitted(request, request.matcher, behind))
         elif request.bad_word_ids and entry.num_sampled:

@@ -93,7 +93,9 @@ def class_of(request: Request) -> str:
 
 NOTHING, NO_ROWS, NO_BLOCKS = "nothing proposed", "no room in the step", "no free KV blocks"
 LAST_TOKEN = "one token to come"
-_REASONS: dict[str, Callable[[Request], bool]] = {}
+_REASONS: dict[str, Callable[[Request], bool]] = {
+    "thinking budget": lambda request: request.thinking is not None,
+}
 """Why a request never has drafts.  An entry belongs here for whatever makes a row depend on the
 tokens before it in a way that neither the host (``make_batch``) nor the sampler can tell."""
 

@@ -55,7 +55,7 @@ class EngineCore:
         vocab_size: int = 1 << 31,
     ) -> None:
         self.scheduler = scheduler
-        self.limits = replace(scheduler.limits, vocab_size=vocab_size)
+        scheduler.limits = self.limits = replace(scheduler.limits, vocab_size=vocab_size)
         """A request that breaks one of these limits is never queued."""
         self.runner = runner
         self._grammars = grammars

@@ -33,6 +33,13 @@ def permitted(request: Request, matcher: Matcher, drafts: Sequence[int] = ()) ->
     return left
 
 
+def only(token_id: int, vocab_size: int) -> Ints:
+    """[num_words] a bit a token: none but one."""
+    mask = np.zeros((vocab_size + 31) // 32, np.uint32)
+    mask[token_id >> 5] = np.uint32(1) << np.uint32(token_id & 31)
+    return mask.view(np.int32)
+
+
 def _without(mask: Ints, token_ids: Collection[int]) -> Ints:
     ids = np.fromiter((each for each in token_ids if each < 32 * mask.size), np.int64)
     words = mask.view(np.uint32).copy()

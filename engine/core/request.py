@@ -11,6 +11,7 @@ from ..messages.open_outputs import output_id
 from ..messages.requests import Finished
 from ..messages.sampling_params import SamplingParams
 from .kv_blocks import SequenceBlocks
+from .thinking import Thinking
 
 
 class RequestStatus(IntEnum):
@@ -101,6 +102,8 @@ class Request:
     """The stop id that ended the request; None for end-of-sequence."""
     matcher: Matcher | None = None
     """Its state within its grammar, which says what may come next; None without one."""
+    thinking: Thinking | None = field(init=False, default=None)
+    """Follows its thinking; None without a budget."""
     needs_last_token: bool = field(init=False)
     """Whether the next step needs its last token: for a grammar, or for bad words of several."""
     error: str | None = None
@@ -112,6 +115,12 @@ class Request:
         words = self.bad_word_ids
         several = bool(words) and any(len(word) > 1 for word in words)
         self.needs_last_token = several or self.matcher is not None
+        budget, tokens = (
+            self.sampling_params.thinking_token_budget,
+            self.sampling_params.thinking_tokens,
+        )
+        if budget is not None and tokens is not None:
+            self.thinking = Thinking(tokens, budget)
 
     @property
     def num_known_tokens(self) -> int:
@@ -133,6 +142,10 @@ class Request:
     def waits(self) -> bool:
         """Whether its next token cannot be sampled yet: how many of its drafts are right or the
         last token is not known, or its mask is not made."""
+        if self.thinking is not None and self.thinking.waits(
+            len(self.output_token_ids), self.num_in_flight
+        ):
+            return True
         if self.num_drafts or not self.needs_last_token:
             return self.num_drafts > 0
         return self.num_in_flight > 0 or not (self.matcher is None or self.matcher.is_ready)
@@ -173,6 +186,13 @@ class Request:
             if len(word) == 1 or output[1 - len(word) :] == word[:-1]
         ]
 
+    def forced_id(self) -> int | None:
+        """The token that is forced as the last of those in flight, or None."""
+        if self.thinking is None:
+            return None
+        index = len(self.output_token_ids) + self.num_in_flight - 1
+        return self.thinking.forced(self.output_token_ids, index)
+
     def fail_without_token(self, code: int) -> None:
         """Note why the logits gave no token: ``code``, see ``ops.argmax``."""
         why, params = _WHY_NO_TOKEN[code], self.sampling_params
@@ -208,6 +228,8 @@ class Request:
             return RequestStatus.FINISHED_LENGTH
         if self.matcher is not None:
             self.matcher.take(token_id)
+        if self.thinking is not None:
+            self.thinking.take(self.output_token_ids)
         return self.status
 
 

@@ -189,7 +189,7 @@ class Scheduler:
             margin = len(self.running) * len(self.pool.groups)
             drafted = drafts.add(decodes, min(budget, self._free_rows), self.pool, margin)
         scheduled = decodes + prefills
-        return ScheduledStep(scheduled, make_batch(scheduled), drafted)
+        return ScheduledStep(scheduled, make_batch(scheduled, self.limits.vocab_size), drafted)
 
     def cache_blocks(self) -> None:
         """Let others find the blocks that a scheduled step fills.  Call it behind the launch; where

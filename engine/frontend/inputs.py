@@ -133,6 +133,7 @@ class InputProcessor:
             "stop_token_ids": params.stop_ids,
             "logit_bias": params.logit_bias,
             "allowed_token_ids": params.allowed_token_ids,
+            "thinking_tokens": params.thinking_tokens and params.thinking_tokens.all_ids,
         }
         for name, ids in named.items():
             for token_id in ids or ():

@@ -83,6 +83,7 @@ class RequestLimits(Struct, frozen=True):
             "stop_token_ids": params.stop_ids,
             "logit_bias": params.logit_bias or (),
             "allowed_token_ids": params.allowed_token_ids or (),
+            "thinking_tokens": params.thinking_tokens and params.thinking_tokens.all_ids,
             "bad_words": [token_id for word in request.bad_word_ids for token_id in word],
         }
         for name, ids in named.items():

@@ -57,6 +57,41 @@ class StructuredOutputsParams:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ThinkingTokens:
+    """The tokens around a model's thinking.
+
+    Attributes:
+        start_ids: those that open it.
+        end_ids: those that close it.
+        forced_ids: those that are forced when a budget is spent; none: ``end_ids``.
+        is_open: the prompt has opened it.
+
+    Raises:
+        UserError: one is no list of token ids, or those of the end are missing.
+    """
+
+    start_ids: Sequence[int] = ()
+    end_ids: Sequence[int]
+    forced_ids: Sequence[int] = ()
+    is_open: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("start_ids", "end_ids", "forced_ids"):
+            ids = getattr(self, name)
+            if isinstance(ids, str) or not isinstance(ids, Sequence) or not _are_ids(ids):
+                raise UserError(f"ThinkingTokens: {name}={ids!r}: expected token ids of at least 0")
+            object.__setattr__(self, name, tuple(ids))
+        if not self.end_ids or not (self.start_ids or self.is_open):
+            raise UserError("ThinkingTokens: expected end_ids, and start_ids unless is_open")
+        if not self.forced_ids:
+            object.__setattr__(self, "forced_ids", self.end_ids)
+
+    @property
+    def all_ids(self) -> tuple[int, ...]:
+        return (*self.start_ids, *self.end_ids, *self.forced_ids)
+
+
 @dataclass(kw_only=True)
 class SamplingParams:
     """Sampling options of one request; checked and normalized when made.
@@ -94,6 +129,8 @@ class SamplingParams:
         detokenize: outputs have text; without it they have token ids alone.
         output_kind: what each output of ``LLM.stream`` and ``AsyncLLM.generate`` has.
         structured_outputs: the form of the output, as JSON schema, expression or grammar.
+        thinking_token_budget: tokens of thinking behind which its end is forced; -1: no limit.
+        thinking_tokens: the tokens around the thinking, which a budget needs.
 
     Raises:
         UserError: a value has the wrong type or is out of range, or a field is none of these; the
@@ -126,6 +163,8 @@ class SamplingParams:
     detokenize: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     structured_outputs: StructuredOutputsParams | None = None
+    thinking_token_budget: int | None = None
+    thinking_tokens: ThinkingTokens | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -154,7 +193,20 @@ class SamplingParams:
             self.top_k = 0
         if self.seed == -1:
             self.seed = None
+        if self.thinking_token_budget == -1:
+            self.thinking_token_budget = None
+        self._check_thinking()
         values.pop(_CHANGED, None)
+
+    def _check_thinking(self) -> None:
+        if self.thinking_token_budget is None:
+            return
+        expected = "None without thinking_tokens, which say where the thinking ends"
+        _require(self.thinking_tokens is not None, self, "thinking_token_budget", expected)
+        if self.allowed_token_ids is not None and self.thinking_tokens is not None:
+            has_end = {*self.thinking_tokens.forced_ids} <= {*self.allowed_token_ids}
+            expected = "None, or allowed_token_ids with the end of the thinking"
+            _require(has_end, self, "thinking_token_budget", expected)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _DEFAULTS:
@@ -187,6 +239,7 @@ class SamplingParams:
         """Every token is the likeliest, whatever came before."""
         is_free = self.min_tokens == 0 and not self.logit_bias and self.grammar is None
         is_free = is_free and not self.bad_words and self.allowed_token_ids is None
+        is_free = is_free and self.thinking_token_budget is None
         return self.greedy and not self.has_penalties and is_free
 
     @property
@@ -315,6 +368,13 @@ _CHECKS: dict[str, tuple[_Check, ...]] = {
     "detokenize": (_BOOL,),
     "output_kind": (
         (lambda kind: isinstance(kind, RequestOutputKind), "one of RequestOutputKind"),
+    ),
+    "thinking_token_budget": (
+        _INT_OR_NONE,
+        (_optional(lambda most: most >= -1), "at least 0, or None or -1 for no limit"),
+    ),
+    "thinking_tokens": (
+        (_optional(lambda ids: isinstance(ids, ThinkingTokens)), "ThinkingTokens or None"),
     ),
     "structured_outputs": (
         (

@@ -69,7 +69,7 @@ class Batch(Struct, frozen=True):
         targets: [num_seqs] the token whose log probability behind the row is asked for, of a row
             that samples none, else ``NO_TARGET``; empty if there is no such row.  The tokens of a
             prompt whose log probabilities are asked for are rows of their own, in one slot.
-        masked_rows: [num_masked] the rows whose grammar permits some tokens only.
+        masked_rows: [num_masked] the rows where some tokens only may come, by a grammar or forced.
         masks: [num_masked, words] of them, a bit a token: whether it is permitted, also by
             ``bad_words`` and ``min_tokens``.
         banned: [num_banned, 2] other rows, and tokens that must not be sampled there.

@@ -236,7 +236,7 @@ def test_bad_words_heed_the_drafts_before_a_row() -> None:
     request.blocks = SequenceBlocks([[0, 1]], [0], sent=[0])
     rows = [ScheduledRequest(request, 2, 1, 1)]
     rows += [ScheduledRequest(request, 3 + i, 1, 1, draft=d) for i, d in enumerate([6, 7, 5])]
-    batch = make_batch(rows)
+    batch = make_batch(rows, vocab_size=16)
     banned = {(0, 6), (0, 9), (1, 9), (2, 8), (2, 9), (3, 6), (3, 9)}
     assert {(row, token_id) for row, token_id in batch.banned.tolist()} == banned
     assert batch.input_ids.tolist() == [5, 6, 7, 5] and set(batch.feed_slots.tolist()) == {-1}

@@ -71,6 +71,22 @@ ANSWERS: dict[str, tuple[dict[str, Any], str | None, str | None, str, int]] = {
     ),
     "it is left out": (asked("Add:", include_reasoning=False), None, "It is 95.", "stop", 2),
     "unfinished": (asked("Ever:", max_tokens=5), "on and on and on", None, "length", 5),
+    "a budget": (
+        asked("Ever:", thinking_token_budget=3, n=2, seed=1),
+        *("on and on", "It is 95.", "stop", 6),
+    ),
+    "a budget that is not spent": (
+        asked("Add:", thinking_token_budget=3),
+        *("I add them.", "It is 95.", "stop", 2),
+    ),
+    "a budget before a form": (
+        asked("Ever:", thinking_token_budget=2, response_format=SCHEMA),
+        *("on and", "7", "stop", 2),
+    ),
+    "a budget of nothing, without thinking": (
+        asked("Plain:", thinking_token_budget=0),
+        *(None, "It is 95.", "stop", 0),
+    ),
     "a form": (asked("Add:", response_format=SCHEMA), "I add them.", "7", "stop", 2),
     "a form without thinking": (
         asked("Plain:", response_format=SCHEMA, reasoning_effort="none"),
@@ -186,6 +202,11 @@ def test_the_client_of_anthropic_reads_blocks(server: ServerProcess) -> None:
         assert kinds.count("content_block_stop") == 2
         off = claude.messages.create(**given, thinking={"type": "disabled"})
         assert [block.type for block in off.content] == ["text"]
+        asked = {**given, "messages": [{"role": "user", "content": "Ever:"}]}
+        held = claude.messages.create(**asked, thinking={"type": "enabled", "budget_tokens": 2})
+        assert held.content[0].thinking == "on and" and held.content[1].text == "It is 95."
+        with pytest.raises(anthropic.BadRequestError, match="budget_tokens: expected 1"):
+            claude.messages.create(**asked, thinking={"type": "enabled", "budget_tokens": "x"})
         calls = {**given, "messages": [{"role": "user", "content": "Call:"}]}
         tool = {"name": "add", "input_schema": TOOL["function"]["parameters"]}
         called = claude.messages.create(**calls, tools=[tool])

@@ -91,7 +91,10 @@ async def conversation(
     with state.preparing(params.n):
         prompt = await render(state, body, messages, tools.tools)
     reading = _reading(state, body, messages, prompt, tools)
-    return Conversation(prompt, reading.applied(params), reading)
+    if body.thinking_token_budget not in (None, -1) and reading.marks is None:
+        message = "the chat template shows no thinking; start the server with --reasoning-parser"
+        raise ApiError(400, message, param="thinking_token_budget")
+    return Conversation(prompt, reading.applied(params, body.thinking_token_budget), reading)
 
 
 def _reading(

@@ -26,7 +26,9 @@ async def messages(request: Request) -> Response:
     body = await read(request, MessagesRequest)
     state.check_serving()
     refuse(body, OF_CHATS, "an answer here has no such part; ask /v1/chat/completions")
-    asked = body.model_copy(update={**_as_chat(body), **_sampling(body)})
+    asked = body.model_copy(
+        update={**_as_chat(body), **_sampling(body), **_budget(body, state.thinking is not None)}
+    )
     talk = chat_messages(body)
     prompt, params, reading = await conversation(state, asked, talk, max_tokens=body.max_tokens)
     job = await state.submit(body, [prompt], params, request)
@@ -77,6 +79,19 @@ def _as_chat(body: CountTokensRequest) -> dict[str, Any]:
     if effort is not None and body.reasoning_effort is None:
         changed["reasoning_effort"] = effort
     return changed
+
+
+def _budget(body: MessagesRequest, thinks: bool) -> dict[str, Any]:
+    """``thinking.budget_tokens`` as ``thinking_token_budget``; nothing for a model that does not
+    think, which agents ask too."""
+    budget = (body.thinking or {}).get("budget_tokens")
+    if budget is None:
+        return {}
+    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
+        raise ApiError(400, "thinking.budget_tokens: expected 1 or more", param="thinking")
+    if not thinks or body.thinking_token_budget is not None:
+        return {}
+    return {"thinking_token_budget": budget}
 
 
 def _sampling(body: MessagesRequest) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 from ....engine.frontend.tokenizer import Tokenizer
-from ....engine.messages.sampling_params import SamplingParams
+from ....engine.messages.sampling_params import SamplingParams, ThinkingTokens
 from ..reasoning.counts import num_thoughts
 from ..reasoning.forms import behind_thinking
 from ..reasoning.output_reader import OutputReader, Reader, WithoutThoughts
@@ -49,9 +49,17 @@ class Reading:
         how = (self.marks, self.opening, self._ids_of, decode)
         return sum(num_thoughts(token_ids, *how) for token_ids in outputs)
 
-    def applied(self, params: SamplingParams) -> SamplingParams:
-        """Parameters by which texts show the marks, and a form begins behind the thinking."""
+    def applied(self, params: SamplingParams, budget: int | None = None) -> SamplingParams:
+        """Parameters by which texts show the marks, a form begins behind the thinking, and that
+        ends after ``budget`` tokens."""
         changes: dict[str, Any] = {}
+        if budget is not None and self.marks is not None and self.opening is not Opening.CLOSED:
+            changes["thinking_token_budget"] = budget
+            changes["thinking_tokens"] = ThinkingTokens(
+                start_ids=self._ids_of(self.marks.starts[0]),
+                end_ids=self._ids_of(self.marks.ends[0]),
+                is_open=self.opening is Opening.OPEN,
+            )
         if any(_is_hidden(mark, self.tokenizer) for mark in self._all_marks()):
             changes["skip_special_tokens"] = False
         if params.grammar is not None and self.marks is not None:

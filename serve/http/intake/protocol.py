@@ -109,6 +109,7 @@ class Generation(Fields):
     guided_grammar: str | None = None
     response_format: dict[str, Any] | None = None
 
+    thinking_token_budget: Annotated[int, Field(ge=-1)] | None = None
     include_reasoning: bool | None = None
     priority: int | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
