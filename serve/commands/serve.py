@@ -17,10 +17,12 @@ from ..console.flags import model_flags, strings
 from ..console.options import checked
 from ..http.intake.hosts import checked_hosts
 
-PARSERS = ("auto", "hermes", "llama3_json", "mistral", "qwen3_coder", "xlam")
+PARSERS = (
+    *("auto", "gpt_oss", "hermes", "llama3_json", "mistral", "openai", "qwen3_coder", "xlam"),
+)
 REASONING = (
     *("auto", "none", "deepseek_r1", "deepseek_v3", "glm45", "granite", "mistral", "olmo3"),
-    *("qwen3", "seed_oss"),
+    *("openai_gptoss", "gpt_oss", "qwen3", "seed_oss"),
 )
 _FORMATS = ("text", "json")
 _MOST_PROCESSES = 64

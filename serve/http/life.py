@@ -35,7 +35,7 @@ from .jobs.settings import Settings
 from .jobs.state import Phase, ServerState
 from .jobs.stats import log_loads
 from .reasoning import PARSERS, detect as detect_thinking
-from .tool_calls.call_reader import detect
+from .tool_calls.call_reader import FORMATS, detect
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 2048
@@ -263,6 +263,8 @@ class Life:
         name: str | None = state.settings.thinking
         if name == "auto":
             name = detect_thinking(template)
+        if FORMATS[state.tool_format or "hermes"].channels:
+            name = "openai_gptoss"  # which finds the calls too
         state.thinking = PARSERS.get(name or "")
 
     def _tell_start(self, reports: list[dict[str, Any]]) -> None:

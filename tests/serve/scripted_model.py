@@ -35,7 +35,7 @@ def write_model(
     stored = json.loads((TOKENIZER.folder / "tokenizer.json").read_text())
     ids = {token["content"]: token["id"] for token in stored["added_tokens"]}
     like, next_id = stored["added_tokens"][0], 1 + max(ids.values())
-    for text in dict.fromkeys(text for chain in chains for text in chain):
+    for text in dict.fromkeys([*special, *itertools.chain(*chains)]):
         if text not in ids:
             token = {**like, "id": next_id, "content": text, "special": text in special}
             stored["added_tokens"].append(token)

@@ -18,14 +18,16 @@ from fusewright.engine.messages.sampling_params import SamplingParams
 from fusewright.serve.commands.serve import REASONING
 from fusewright.serve.http.endpoints.reading import Reading, continued_text
 from fusewright.serve.http.endpoints.tools import Tools
+from fusewright.serve.http.reasoning.marks import Opening
 from fusewright.serve.http.reasoning.output_reader import Message, OutputReader
-from fusewright.serve.http.reasoning.parsers import PARSERS, Opening, detect
+from fusewright.serve.http.reasoning.parsers import PARSERS, Tagged, detect
 from fusewright.serve.http.reasoning.thought_reader import Thought, ThoughtReader
 from fusewright.serve.http.tool_calls.call_reader import FORMATS, CallReader
 
 from ..engine.toy import TOKENIZER
 
 OPEN, FREE, CLOSED = Opening
+TAGGED = {name: parser for name, parser in PARSERS.items() if isinstance(parser, Tagged)}
 CALL = '<tool_call>{"name":"f","arguments":{}}</tool_call>'
 WRITTEN: list[tuple[str, Opening, str, str, str]] = [
     # parser, where the output begins, what the model writes, thinking, content
@@ -59,7 +61,9 @@ def told(reader: OutputReader, pieces: Sequence[str]) -> Message:
 
 def reader(name: str, opening: Opening, tools: str = "") -> OutputReader:
     calls = CallReader(FORMATS[tools]) if tools else None
-    return OutputReader(ThoughtReader(PARSERS[name], opening), calls)
+    made = PARSERS[name].reader(opening, calls)
+    assert isinstance(made, OutputReader)
+    return made
 
 
 @pytest.mark.parametrize("name, opening, text, thinking, content", WRITTEN)
@@ -80,7 +84,7 @@ _PIECES = st.sampled_from(
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.sampled_from(sorted(PARSERS)),
+    st.sampled_from(sorted(TAGGED)),
     st.sampled_from([*Opening]),
     st.lists(_PIECES, max_size=12).map("".join),
     st.data(),
@@ -96,12 +100,12 @@ def test_any_cuts_of_any_text_give_what_the_whole_gives(
     assert [(c.name, c.arguments) for c in cut.calls] == [
         (c.name, c.arguments) for c in whole.calls
     ]
-    assert not any(end in whole.thinking for end in PARSERS[name].ends)
+    assert not any(end in whole.thinking for end in TAGGED[name].between.ends)
     assert whole.thinking == whole.thinking.strip()
 
 
 def test_thinking_is_not_held_back_once_it_can_be_no_mark() -> None:
-    thoughts = ThoughtReader(PARSERS["qwen3"], OPEN)
+    thoughts = ThoughtReader(TAGGED["qwen3"].between, OPEN)
     assert thoughts.push("a </th") == [Thought("a")]
     assert thoughts.push("e") == [Thought(" </the")]
     assert thoughts.push("</think>") == []

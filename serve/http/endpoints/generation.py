@@ -91,7 +91,7 @@ async def conversation(
     with state.preparing(params.n):
         prompt = await render(state, body, messages, tools.tools)
     reading = _reading(state, body, messages, prompt, tools)
-    if body.thinking_token_budget not in (None, -1) and reading.marks is None:
+    if body.thinking_token_budget not in (None, -1) and reading.parser is None:
         message = "the chat template shows no thinking; start the server with --reasoning-parser"
         raise ApiError(400, message, param="thinking_token_budget")
     return Conversation(prompt, reading.applied(params, body.thinking_token_budget), reading)
@@ -105,12 +105,12 @@ def _reading(
     tools: Tools,
 ) -> Reading:
     """How the outputs behind a prompt are read."""
-    tokenizer, marks = state.client.inputs.tokenizer, state.thinking
-    if marks is None or tokenizer is None:
+    tokenizer, parser = state.client.inputs.tokenizer, state.thinking
+    if parser is None or tokenizer is None:
         return Reading(tools, tokenizer=tokenizer)
     continued = continued_text(messages[-1]) if body.continue_final_message is True else None
-    opening = marks.opening(prompt["prompt"], continued)
-    return Reading(tools, marks, opening, body.include_reasoning is not False, tokenizer)
+    opening = parser.opening(prompt["prompt"], continued)
+    return Reading(tools, parser, opening, body.include_reasoning is not False, tokenizer)
 
 
 async def render(

@@ -8,12 +8,11 @@ from functools import lru_cache, partial
 from typing import Any
 
 from ....engine.frontend.tokenizer import Tokenizer
-from ....engine.messages.sampling_params import SamplingParams, ThinkingTokens
-from ..reasoning.counts import num_thoughts
-from ..reasoning.forms import behind_thinking
+from ....engine.messages.sampling_params import SamplingParams
+from ..reasoning.forms import Form
+from ..reasoning.marks import Opening
 from ..reasoning.output_reader import OutputReader, Reader, WithoutThoughts
-from ..reasoning.parsers import Marks, Opening
-from ..reasoning.thought_reader import ThoughtReader
+from ..reasoning.parsers import Parser
 from .tools import Tools
 
 
@@ -23,53 +22,54 @@ class Reading:
 
     Attributes:
         tools: those that may be called.
-        marks: those around the thinking; None where none is looked for.
+        parser: finds the thinking; None where none is looked for.
         opening: where the outputs begin.
         shows: whether answers have the thinking.
     """
 
     tools: Tools
-    marks: Marks | None = None
+    parser: Parser | None = None
     opening: Opening = Opening.CLOSED
     shows: bool = True
     tokenizer: Tokenizer | None = None
 
     def reader(self) -> Reader:
         """A reader of one output."""
-        thoughts = None if self.marks is None else ThoughtReader(self.marks, self.opening)
-        reader = OutputReader(thoughts, self.tools.reader())
+        calls = self.tools.reader()
+        if self.parser is None:
+            return OutputReader(None, calls)
+        reader = self.parser.reader(self.opening, calls)
         return reader if self.shows else WithoutThoughts(reader)
 
     def num_thoughts(self, outputs: Iterable[Sequence[int]]) -> int | None:
         """Number of tokens of thinking in the token ids of outputs; None where none is looked
         for."""
-        if self.marks is None or self.tokenizer is None:
+        if self.parser is None or self.tokenizer is None:
             return None
         decode = partial(self.tokenizer.decode, skip_special_tokens=False)
-        how = (self.marks, self.opening, self._ids_of, decode)
-        return sum(num_thoughts(token_ids, *how) for token_ids in outputs)
+        how = (self.opening, self._ids_of, decode)
+        return sum(self.parser.count(token_ids, *how) for token_ids in outputs)
 
     def applied(self, params: SamplingParams, budget: int | None = None) -> SamplingParams:
         """Parameters by which texts show the marks, a form begins behind the thinking, and that
         ends after ``budget`` tokens."""
         changes: dict[str, Any] = {}
-        if budget is not None and self.marks is not None and self.opening is not Opening.CLOSED:
+        parser = self.parser
+        if budget is not None and parser is not None and self.opening is not Opening.CLOSED:
+            may_call = self.tools.tools is not None
             changes["thinking_token_budget"] = budget
-            changes["thinking_tokens"] = ThinkingTokens(
-                start_ids=self._ids_of(self.marks.starts[0]),
-                end_ids=self._ids_of(self.marks.ends[0]),
-                is_open=self.opening is Opening.OPEN,
+            changes["thinking_tokens"] = parser.tokens(
+                self.opening, self._ids_of, may_call=may_call
             )
         if any(_is_hidden(mark, self.tokenizer) for mark in self._all_marks()):
             changes["skip_special_tokens"] = False
-        if params.grammar is not None and self.marks is not None:
-            changes["grammar"] = behind_thinking(
-                params.grammar, self.marks, self.opening, self._ids_of
-            )
+        if params.grammar is not None and parser is not None:
+            form = Form(params.grammar, self.tools.required)
+            changes["grammar"] = parser.form(form, self.opening, self._ids_of)
         return replace(params, **changes) if changes else params
 
     def _all_marks(self) -> list[str]:
-        marks = [] if self.marks is None else [*self.marks.starts, *self.marks.ends]
+        marks = [] if self.parser is None else [*self.parser.marks]
         form = self.tools.form
         if self.tools.tools is not None and form is not None and self.tools.grammar is None:
             marks += [form.start, form.end]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +23,14 @@ class Tools:
         form: how the model writes calls; None if it is not known.
         grammar: what the output must be if a call is required: a call or a list of calls.
         is_parallel: whether an output may have several calls.
+        required: the functions of which one must be called.
     """
 
     tools: list[dict[str, Any]] | None = None
     form: Format | None = None
     grammar: str | None = None
     is_parallel: bool = True
+    required: Sequence[dict[str, Any]] = ()
 
     def reader(self) -> CallReader | None:
         """A reader that finds the calls of one output; None where none are looked for."""
@@ -94,7 +97,7 @@ def tools_of(
     if choice == "required" and is_parallel:
         schema = {"type": "array", "items": schema, "minItems": 1}
     try:
-        return Tools(body.tools, form, json_grammar(schema), is_parallel)
+        return Tools(body.tools, form, json_grammar(schema), is_parallel, functions)
     except UserError as error:
         raise ApiError(400, str(error), param="tools") from error
 

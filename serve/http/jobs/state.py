@@ -27,7 +27,7 @@ from ..intake.fields import FieldNotes
 from ..intake.limits import Uploads
 from ..intake.protocol import Generation
 from ..intake.reader import BodyReader
-from ..reasoning.parsers import Marks
+from ..reasoning.parsers import Parser
 from .metrics import TALLY, Metrics
 from .room import Room
 from .settings import Settings
@@ -103,8 +103,8 @@ class ServerState:
         self.room = Room(settings.max_waiting)
         self.uploads, self.reader = Uploads(settings.max_body_bytes), BodyReader()
         self.tool_format = settings.tool_format
-        self.thinking: Marks | None = None
-        """How the model marks its thinking, once the tokenizer is there."""
+        self.thinking: Parser | None = None
+        """Finds the model's thinking, once the tokenizer is there."""
         self.answer_log = AnswerLog(settings.log)
         self.fields = FieldNotes(settings.strict_fields)
         self._beats: list[Heartbeat] = []

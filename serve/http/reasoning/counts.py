@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from .forms import IdsOf
-from .parsers import Marks, Opening
+from .marks import Marks, Opening
 from .thought_reader import first_of
 
 _START_TOKENS = 64

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from .parsers import Marks, Opening
+from ....engine.frontend.grammar import json_grammar
+from .marks import Marks, Opening
 
-_FORM = "answer_form"
-_TEXT = "/(?s:.+)/"
+FORM = "answer_form"
+TEXT = "/(?s:.+)/"
 IdsOf = Callable[[str], list[int]]
 """The token ids of a text."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the output must be.
+
+    Attributes:
+        grammar: of the form, as llguidance reads it.
+        functions: those of which one must be called; none: the form is none of a call.
+    """
+
+    grammar: str
+    functions: Sequence[Mapping[str, Any]] = ()
 
 
 def behind_thinking(grammar: str, marks: Marks, opening: Opening, ids_of: IdsOf) -> str:
@@ -25,17 +40,23 @@ def behind_thinking(grammar: str, marks: Marks, opening: Opening, ids_of: IdsOf)
         return grammar
     end = marks.ends[0]
     if (token := _token(end, ids_of)) is not None:
-        thought = f"thought: THOUGHT? {token}\nTHOUGHT: {_TEXT}"
+        thought = f"thought: THOUGHT? {token}\nTHOUGHT: {TEXT}"
     else:
         thought = f"thought[suffix={_quoted(end)}]: /(?s:.*)/"
     start = _token(marks.starts[0], ids_of) or _quoted(marks.starts[0])
     lead = f"{start}? thought LINES?" if opening is Opening.OPEN else f"({start} thought LINES?)?"
-    lark = f"start: {lead} @{_FORM}\n{thought}\nLINES: /\\x20|\\n{{1,4}}/"
-    first, *others = _parts(grammar)
-    return json.dumps({"grammars": [{"lark_grammar": lark}, {**first, "name": _FORM}, *others]})
+    lark = f"start: {lead} @{FORM}\n{thought}\nLINES: /\\x20|\\n{{1,4}}/"
+    first, *others = parts_of(grammar)
+    return json.dumps({"grammars": [{"lark_grammar": lark}, {**first, "name": FORM}, *others]})
 
 
-def _parts(grammar: str) -> list[dict[str, Any]]:
+def schema_part(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The grammar of JSON that a schema permits, as one of several."""
+    (part,) = parts_of(json_grammar(schema))
+    return part
+
+
+def parts_of(grammar: str) -> list[dict[str, Any]]:
     """The grammars of which llguidance's form consists; the first is where the text begins."""
     if grammar.lstrip().startswith("{"):
         parts: list[dict[str, Any]] = json.loads(grammar)["grammars"]

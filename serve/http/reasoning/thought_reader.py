@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from .parsers import Marks, Opening
+from .marks import Marks, Opening
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ class Format:
         bare: characters with which an output may begin that is a call without a mark.
         named: whether a name may stand before the arguments: ``name{…}``, ``name[ARGS]{…}``.
         xml: whether parameters are XML elements.
+        channels: whether calls are messages in channels of their own, which another reader finds.
         short_ids: whether chat templates of such models take ids of nine letters and digits alone.
         shown_by: texts in a chat template, of which one tells of this format.
     """
@@ -46,12 +47,16 @@ class Format:
     bare: str = ""
     named: bool = False
     xml: bool = False
+    channels: bool = False
     short_ids: bool = False
     shown_by: tuple[str, ...] = ()
 
 
 _BARE = Format("", bare="[{")
+_CHANNELS = Format("", channels=True, shown_by=("<|channel|>",))
 FORMATS: dict[str, Format] = {
+    "openai": _CHANNELS,
+    "gpt_oss": _CHANNELS,
     "qwen3_coder": Format("<tool_call>", "</tool_call>", xml=True, shown_by=("<function=",)),
     "hermes": Format("<tool_call>", "</tool_call>", shown_by=("<tool_call>",)),
     "mistral": Format("[TOOL_CALLS]", named=True, short_ids=True, shown_by=("[TOOL_CALLS]",)),
@@ -82,6 +87,15 @@ class Call:
         return {"id": self.call_id, "type": "function", "function": function}
 
 
+def new_call(name: str, arguments: str, *, has_short_id: bool = False) -> Call:
+    """A call with an id of its own."""
+    if has_short_id:
+        call_id = "".join(random.choices(string.ascii_letters + string.digits, k=9))
+    else:
+        call_id = f"call_{uuid.uuid4().hex[:24]}"
+    return Call(name, arguments, call_id)
+
+
 def divided(parts: Iterable[str | Call]) -> tuple[str, list[Call]]:
     """(content, calls) of what a reader has found."""
     content, calls = [], []
@@ -104,6 +118,7 @@ class CallReader:
             elements have their types.
 
     Attributes:
+        max_calls: as it was made with.
         num_calls: calls so far.
     """
 
@@ -117,7 +132,7 @@ class CallReader:
     ) -> None:
         self._has_short_ids = form is not None and form.short_ids
         self._form = _BARE if is_call or form is None else form
-        self._max_calls, self._schemas = max_calls, schemas or {}
+        self.max_calls, self._schemas = max_calls, schemas or {}
         self._may_be_list = is_call  # then each call of it comes as soon as it ends
         self.num_calls = 0
         self._text, self._at = "", 0
@@ -316,9 +331,10 @@ class CallReader:
             return
         if not self._has_content:
             self._blanks.clear()
-        room = None if self._max_calls is None else self._max_calls - self.num_calls
+        room = None if self.max_calls is None else self.max_calls - self.num_calls
         kept = self._open[:room]
-        self._parts += [Call(*each, self._new_id()) for each in kept]
+        short = self._has_short_ids
+        self._parts += [new_call(*each, has_short_id=short) for each in kept]
         self.num_calls += len(kept)
         self._open = []
         self._ends_with_call = True
@@ -335,8 +351,3 @@ class CallReader:
             self._has_content = True
         self._ends_with_call = self._ends_with_call and text.isspace()
         self._parts.append(text)
-
-    def _new_id(self) -> str:
-        if self._has_short_ids:
-            return "".join(random.choices(string.ascii_letters + string.digits, k=9))
-        return f"call_{uuid.uuid4().hex[:24]}"
