@@ -24,15 +24,12 @@ from .sharding import ShardRule
 class OneExpert:
     """One expert's share of a layer, as a ``Linear`` has it."""
 
-    quant: QuantFormat | None
+    quant: QuantFormat | StoredFormat | None
+    shape: tuple[int, int]
     weight: Tensor
     weight_scale: Tensor
     rules: dict[str, ShardRule]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the weight."""
-        return tuple(self.weight.shape)
+    weight_zero: Tensor | None = None
 
     def share(self, expert: int | None) -> tuple[OneExpert, bool]:
         """The share itself."""
@@ -47,11 +44,13 @@ class ExpertLinear(nn.Module):
     """``x @ weight[expert].T`` for each choice of a token; who calls it may have a bias.
 
     With ``quant`` weights are FP8 and x is quantized before the matmul, as in ``Linear``; a static
-    ``input_scale`` is that of all experts.  ``first`` is the number of expert 0 here, where other
-    ranks have those before it; loading sets it.
+    ``input_scale`` is that of all experts.  Or weights are stored in a format of few bits, and x
+    is not quantized.  ``first`` is the number of expert 0 here, where other ranks have those before
+    it; loading sets it.
     """
 
     weight_scale: Tensor
+    weight_zero: Tensor
     input_scale: Tensor
 
     def __init__(self, num_experts: int, one: Linear, *, whole: bool = False) -> None:
@@ -59,19 +58,24 @@ class ExpertLinear(nn.Module):
         uncut, and other ranks hold other experts.
 
         Raises:
-            ValueError: the weight of ``one`` is stored in an admitted format.
+            ValueError: the weight of ``one`` is stored in a format that experts cannot have.
         """
         super().__init__()
-        if isinstance(one.quant, StoredFormat):
-            raise ValueError(f"weights of experts are FP8 or not quantized, not {one.quant.name!r}")
-        self.quant: QuantFormat | None = one.quant
+        if isinstance(one.quant, StoredFormat) and (reason := why_not_experts(one.quant)):
+            raise ValueError(f"weights of experts cannot be {one.quant.name!r}: {reason}")
+        self.quant = one.quant
         self.num_experts, self.whole, self.first = num_experts, whole, 0
         rules = one.rules.items()
         self.rules = {k: replace(rule, split=False) if whole else rule for k, rule in rules}
         shape = (num_experts, *one.weight.shape)
         weight = torch.empty(shape, dtype=one.weight.dtype, device="meta")
-        self.weight, self.shape = nn.Parameter(weight, requires_grad=False), shape
-        if one.quant is not None:
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.shape = (num_experts, *one.shape)
+        if isinstance(one.quant, StoredFormat):
+            for name in [*one.quant.tensors][1:]:
+                like = getattr(one, name)
+                self.register_buffer(name, like.new_empty((num_experts, *like.shape)))
+        elif one.quant is not None:
             self.register_buffer("weight_scale", torch.zeros(num_experts, *one.weight_scale.shape))
             if one.quant.static:
                 self.register_buffer("input_scale", torch.zeros(1, 1))
@@ -87,6 +91,11 @@ class ExpertLinear(nn.Module):
         out_features].  ``bias`` is [num_experts, out_features]."""
         beside: dict[str, Any] = {"first_expert": first_expert, "bias": bias}
         if self.quant is None:
+            return ops.expert_linear(x, self.weight, topk_ids, **beside)
+        if isinstance(self.quant, StoredFormat):
+            if self.quant.zero is not None:
+                beside["weight_zero"] = self.weight_zero
+            beside |= {"weight_scale": self.weight_scale, "weight_format": self.quant.name}
             return ops.expert_linear(x, self.weight, topk_ids, **beside)
         if self.quant.static:
             quantized, scale = ops.quant_fp8_static(x, self.input_scale), self.input_scale
@@ -121,14 +130,25 @@ class ExpertLinear(nn.Module):
         """The share of one of ``numbers``; writing to its tensors writes to the layer's."""
         at = number - self.first
         scale = self.weight_scale[at] if self.quant else self.weight
-        return OneExpert(self.quant, self.weight[at], scale, self.rules)
+        stored = isinstance(self.quant, StoredFormat) and self.quant.zero is not None
+        zero, shape = self.weight_zero[at] if stored else None, (self.shape[1], self.shape[2])
+        return OneExpert(self.quant, shape, self.weight[at], scale, self.rules, zero)
+
+
+def why_not_experts(form: StoredFormat) -> str:
+    """Why weights of experts cannot be stored in a format, "" if they can."""
+    if form.x_dtype:
+        return "activations would be quantized too"
+    return "it has scales of rows beside those of groups" if form.row_scale else ""
 
 
 def expert_shares(model: nn.Module, kind: str) -> Iterator[tuple[str, Tensor]]:
     """Every expert's share of the tensors ``kind`` ("weight" or "weight_scale"), by names such as
     ``layers.0.mlp.experts.down.weight[3]``."""
     for name, module in model.named_modules():
-        if isinstance(module, ExpertLinear) and (kind == "weight" or module.quant):
+        if isinstance(module, ExpertLinear) and (
+            kind == "weight" or isinstance(module.quant, QuantFormat)
+        ):
             shares = getattr(module, kind).unbind(0)
             pairs = zip(module.numbers, shares, strict=True)
             yield from ((f"{name}.{kind}[{number}]", share) for number, share in pairs)

@@ -299,7 +299,8 @@ def _dtype(param: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _empty_like(param: Tensor, dtype: torch.dtype | None, device: torch.device | str) -> Tensor:
-    return torch.empty(param.shape, dtype=_dtype(param, dtype), device=device)
+    # Experts' weights that a library has transposed keep their strides.
+    return torch.empty_like(param, dtype=_dtype(param, dtype), device=device)
 
 
 def _replace_tensors(

@@ -228,6 +228,8 @@ class ModelSpec:
     def why_not_stored(self, linear: str, form: StoredFormat) -> str:
         """Why a rank's weight of one of ``linears``, and the parts that are merged in it, are not
         made of whole elements and units of a format; "" if they are."""
+        if self.of_experts(linear) and (form.x_dtype or form.row_scale):
+            return f"{linear} would be {form.name!r}, which weights of experts cannot have"
         for name, tensor in form.tensors.items():
             for rows in self.part_rows(linear):
                 if why := tensor.why_not((rows, self.in_features(linear))):
@@ -311,7 +313,7 @@ def _left_by_blocks(spec: ModelSpec, kind: str) -> tuple[str, ...]:
     admitted format cannot store."""
     form = FORMATS[kind]
     if isinstance(form, StoredFormat):
-        return tuple(n for n in spec.linears if spec.of_experts(n) or spec.why_not_stored(n, form))
+        return tuple(n for n in spec.linears if spec.why_not_stored(n, form))
     return tuple(n for n in spec.linears if form.columns and spec.in_features(n) % form.columns)
 
 
@@ -324,10 +326,7 @@ def check_blocks(path: Path, spec: ModelSpec, quant: QuantScheme | None) -> None
     for linear, kind in replace(spec, quant=quant).quantized_kinds if quant else ():
         form = FORMATS[kind]
         if isinstance(form, StoredFormat):
-            reason = spec.why_not_stored(linear, form)
-            if spec.of_experts(linear):
-                reason = f"{linear} would be {form.name!r}, but weights of experts are FP8 alone"
-            if reason:
+            if reason := spec.why_not_stored(linear, form):
                 raise UserError(f"{path}: {reason}; leave it unquantized, or use another format")
             continue
         size = spec.in_features(linear)

@@ -169,6 +169,17 @@ def replace_linears(
             for kind in OF_EXPERTS:
                 if f"{name}.{kind}" in formats:
                     _replace_experts(module, kind, formats[f"{name}.{kind}"])
+                elif module.is_transposed and kind in module._parameters:
+                    # Kernels read rows of output features: they lie in memory so.
+                    weight = module._parameters[kind]
+                    weight.data = rows_in_memory(weight.data)
+
+
+def rows_in_memory(weight: Tensor) -> Tensor:
+    """A tensor without data like a weight of experts [experts, in_features, out_features], whose
+    transpose is contiguous."""
+    experts, columns, rows = weight.shape
+    return weight.new_empty((experts, rows, columns)).transpose(1, 2)
 
 
 def _replace_experts(module: Any, name: str, kind: QuantKind) -> None:

@@ -22,7 +22,8 @@ def matcher(section: HfConfig, *fields: str) -> Callable[[str], bool]:
 
 
 def _pattern(section: HfConfig, field: str, pattern: str) -> Callable[[str], bool]:
-    """``re:`` and an expression for the name's beginning, a name with ``*``, the class
+    """``re:`` and an expression for the name's beginning, a name with ``*`` or the begin of
+    one up to a dot, the class
     ``Linear``, or a name: whole, or one end of it up to a dot."""
     if pattern.startswith("re:"):
         try:
@@ -31,7 +32,7 @@ def _pattern(section: HfConfig, field: str, pattern: str) -> Callable[[str], boo
             raise section.error(field, pattern, f"a regular expression ({error})") from error
         return lambda name: expression.match(name) is not None
     if "*" in pattern:
-        return lambda name: fnmatchcase(name, pattern)
+        return lambda name: fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
     if pattern == "Linear":
         return lambda name: True
     return lambda name: f".{pattern}." in f".{name}."

@@ -22,6 +22,7 @@ from ..model import CapturedModel
 from ..moves import Move, copy_moves, in_file_order, narrowed, permuted, shifted
 from ..text_decoder import Stored
 from .laid import fill_from_layouts
+from .laid_experts import fill_experts
 from .scales import by_units
 from .stored import Gathered, one_tensor_a_weight, type_of
 
@@ -64,7 +65,8 @@ class QuantizedMoves:
         each = (self.gathered.parts.get(m.source.name) for m, _ in self.weights)
         stored = sum(parts["weight"].nbytes for parts in each if parts)
         names = {move.source.name for move, _ in self.weights}
-        stored += sum(laid.nbytes for name, laid in self.gathered.laid.items() if name in names)
+        for of_kind in (self.gathered.laid, self.gathered.experts):
+            stored += sum(laid.nbytes for name, laid in of_kind.items() if name in names)  # type: ignore[attr-defined]
         unquantized = (m.nbytes for m, _ in self.weights if m.source.dtype in FLOATS)
         return sum(move.nbytes for move in self.plain) + stored + sum(unquantized)
 
@@ -130,6 +132,14 @@ def fill_quantized(
         _quantize(moves.weights, model.spec.dtype, advance)
         return
     tensors = {**dict(model.library.named_parameters()), **dict(model.library.named_buffers())}
+    gathered = moves.gathered
+    of_experts = [each for each in moves.weights if each[0].source.name in gathered.experts]
+    fill_experts(
+        [(m, h.name, h.layer) for m, h in of_experts if isinstance(h.layer, ExpertLinear)],
+        gathered.experts,
+        tensors,
+        advance,
+    )
     laid = [each for each in moves.weights if each[0].source.name in moves.gathered.laid]
     fill_from_layouts(
         [(m, h.name, h.layer) for m, h in laid], moves.gathered.laid, tensors, advance
@@ -137,7 +147,7 @@ def fill_quantized(
     stored = [
         each
         for each in moves.weights
-        if isinstance(each[1].layer.quant, StoredFormat) and each not in laid
+        if isinstance(each[1].layer.quant, StoredFormat) and each not in (*laid, *of_experts)
     ]
     copy_moves(in_file_order(_stored(stored, moves.gathered)), tensors, advance)
     fp8 = [each for each in moves.weights if isinstance(each[1].layer.quant, QuantFormat)]

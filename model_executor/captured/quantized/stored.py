@@ -15,6 +15,7 @@ from ...checkpoint import F8_E4M3, FLOATS, TensorInfo
 from ...quant.convert import LaidOut, laid_out, names_beside
 from ...quant.layouts import Layout
 from ...quant.scales import INPUT_SCALES, WEIGHT_SCALES
+from .laid_experts import ExpertsLaidOut, experts_laid_out
 
 _KINDS = {"weight_scale": WEIGHT_SCALES, "input_scale": INPUT_SCALES}
 
@@ -27,11 +28,13 @@ class Gathered:
         tensors: by name; that of a weight in an admitted format has the format's name as its type.
         parts: of each quantized weight, by its name, the tensors by their kind in a layer.
         laid: those that the checkpoint has in a layout of its own, by the same names.
+        experts: weights of all experts in such a layout, by the same names.
     """
 
     tensors: dict[str, TensorInfo]
     parts: dict[str, dict[str, TensorInfo]]
     laid: dict[str, LaidOut] = field(default_factory=dict)
+    experts: dict[str, ExpertsLaidOut] = field(default_factory=dict)
 
 
 def one_tensor_a_weight(
@@ -45,6 +48,11 @@ def one_tensor_a_weight(
     """
     tensors, parts = dict(found), dict[str, dict[str, TensorInfo]]()
     laid: dict[str, LaidOut] = {}
+    experts = experts_laid_out(found, layout_of)
+    for name, weight in experts.items():
+        for info in weight.tensors.values():
+            del tensors[info.name]
+        tensors[name] = weight.logical
     modules: dict[str, dict[str, TensorInfo]] = {}
     for name, info in found.items():
         module, _, suffix = name.rpartition(".")
@@ -71,7 +79,7 @@ def one_tensor_a_weight(
         for part in there.values():
             del tensors[part.name]
         tensors[name], parts[name] = logical, there
-    return Gathered(tensors, parts, laid)
+    return Gathered(tensors, parts, laid, experts)
 
 
 def _has_weight(of_module: Mapping[str, TensorInfo], layout: Layout) -> bool:

@@ -13,6 +13,7 @@ from ...layers import Linear
 from ...sharding import ShardRule
 from ...spec import ModelSpec
 from ..facts import CapturedFacts, Shard
+from ..linears import rows_in_memory
 from ..moves import Move, in_file_order, narrowed, shifted
 from . import products as products, rules as rules
 from .spread import Spread
@@ -78,7 +79,10 @@ def _part(parameter: nn.Parameter, rule: ShardRule, world: int) -> nn.Parameter:
     shape = list(parameter.shape)
     if rule.split:
         shape[rule.dim] = rule.local_size(world)
-    return nn.Parameter(parameter.new_empty(shape), requires_grad=False)
+    part = parameter.new_empty(shape)
+    if parameter.dim() == 3 and not parameter.is_contiguous():
+        part = rows_in_memory(part)
+    return nn.Parameter(part, requires_grad=False)
 
 
 def moves_of_rank(moves: Iterable[Move], spec: ModelSpec, rank: int) -> list[Move]:

@@ -1,0 +1,102 @@
+"""gpt-oss through the engine: windows, sinks, yarn, biases, clamped gates, experts in MXFP4."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fusewright import LLM, SamplingParams
+from fusewright.config import UserError
+from fusewright.model_executor.hf_config import read_spec
+from fusewright.model_executor.loader import load_model
+from fusewright.model_executor.spec import quantize_online
+from tests.model_executor.captured.gpt_oss import save_mxfp4, small_model, write_mxfp4
+
+pytest.importorskip("transformers")
+
+LENGTHS, NUM_TOKENS = (23, 17, 41, 30), 16
+
+
+def prompts() -> list[list[int]]:
+    gen = torch.Generator().manual_seed(3)
+    return [torch.randint(2, 200, (n,), generator=gen).tolist() for n in LENGTHS]
+
+
+def expected(model: Any) -> list[list[int]]:
+    """Greedy tokens of ``generate`` in float32."""
+    tokens = []
+    for prompt in prompts():
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False)
+        tokens.append(out[0, len(prompt) :].tolist())
+    return tokens
+
+
+def generated(llm: LLM) -> list[list[int]]:
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+    return [list(out.outputs[0].token_ids) for out in llm.generate(prompts(), params)]
+
+
+def start(folder: Path, **options: Any) -> LLM:
+    sizes = {"max_num_seqs": 4, "max_model_len": 64, "optimization_level": 0}
+    return LLM(str(folder), dtype="float32", **{**sizes, **options})
+
+
+@pytest.mark.parametrize("stored", ["float32", "mxfp4"])
+def test_tokens_equal_transformers_in_chunks_and_preempted(stored: str, tmp_path: Path) -> None:
+    model = small_model()
+    if stored == "mxfp4":
+        save_mxfp4(model, tmp_path)
+    else:
+        model.save_pretrained(tmp_path)
+    sizes = {"block_size": 8, "num_gpu_blocks_override": 14, "max_num_batched_tokens": 8}
+    llm = start(tmp_path, **sizes)
+    assert generated(llm) == expected(model)
+    assert llm.engine.core.scheduler.num_preemptions > 0
+
+
+def test_quantized_online_experts_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    model = small_model(num_hidden_layers=2)
+    model.save_pretrained(tmp_path / "whole")
+    save_mxfp4(model, tmp_path / "stored")
+    whole, stored = (read_spec(tmp_path / name) for name in ("whole", "stored"))
+    online = load_model(quantize_online(whole, "mxfp4"), tmp_path / "whole", "cpu").state_dict()
+    checked = 0
+    for name, tensor in load_model(stored, tmp_path / "stored", "cpu").state_dict().items():
+        if "experts" in name and "bias" not in name:
+            assert torch.equal(tensor.view(torch.uint8), online[name].view(torch.uint8)), name
+            checked += 1
+    assert checked == 2 * 2 * 2  # layers, weights, their tensors
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda t: t.pop("model.layers.1.mlp.experts.down_proj_scales"),
+            "lacks .*down_proj_scales",
+        ),
+        (lambda t: t["model.layers.0.mlp.experts.down_proj_scales"].fill_(255), "holds NaN"),
+        (
+            lambda t: t.update(
+                {(n := "model.layers.0.mlp.experts.gate_up_proj_blocks"): t[n][:, :64]}
+            ),
+            "gate_up_proj_scales in .* have shapes",
+        ),
+        (
+            lambda t: t.update(
+                {(n := "model.layers.0.mlp.experts.down_proj_scales"): t[n].float()}
+            ),
+            "is of type F32, expected U8",
+        ),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_by_name(damage: Any, message: str, tmp_path: Path) -> None:
+    model = small_model(num_hidden_layers=2)
+    tensors = save_mxfp4(model, tmp_path)
+    damage(tensors)
+    write_mxfp4(model, {n: t.contiguous() for n, t in tensors.items()}, tmp_path)
+    with pytest.raises(UserError, match=message):
+        start(tmp_path)
