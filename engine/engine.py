@@ -186,6 +186,8 @@ class Engine(EngineLoop):
             "architecture": self.spec.architecture,
             "dtype": precision.dtype,
             "quantization": precision.quantization,
+            "gathered": list(self.spec.quant.gathered if self.spec.quant else ()),
+            "notes": list(self.spec.notes),
             "max_model_len": self.config.model.max_model_len,
         }
 

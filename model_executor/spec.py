@@ -290,7 +290,22 @@ def quantize_online(spec: ModelSpec, kind: QuantKind) -> ModelSpec:
     """
     check_online_kind(spec, kind)
     left = _left_by_blocks(spec, kind)
-    return replace(spec, quant=QuantScheme(kind, (left,) * spec.num_layers, online=True))
+    scheme = QuantScheme(kind, (left,) * spec.num_layers, online=True)
+    notes = (_say_left(spec, kind, left),) if left else ()
+    return replace(spec, quant=scheme, notes=(*spec.notes, *notes))
+
+
+def _say_left(spec: ModelSpec, kind: str, left: tuple[str, ...]) -> str:
+    """Which layers a kind of quantization leaves out, and why the first of them."""
+    form, first = FORMATS[kind], left[0]
+    if spec.of_experts(first):
+        why = "weights of experts are FP8 alone"
+    elif isinstance(form, StoredFormat):
+        why = spec.why_not_stored(first, form)
+    else:
+        why = f"{first} reads {spec.in_features(first)} features, no multiple of {form.columns}"
+    more = f" and {len(left) - 4} more" if len(left) > 4 else ""
+    return f"quantization={kind} leaves {', '.join(left[:4])}{more} in {spec.dtype_name}: {why}"
 
 
 def check_online_kind(spec: ModelSpec, kind: str) -> None:

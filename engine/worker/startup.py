@@ -82,9 +82,10 @@ def read_model(
         quantized=options.quantization is not None,
     )
     check_kernels(dict(config.compile.kernels))
+    spec = with_options(spec, config)
     for note in spec.notes:
         _log.warning("%s: %s", folder, note)
-    return folder, with_options(spec, config), config
+    return folder, spec, config
 
 
 def with_options(spec: ModelSpec, config: ResolvedConfig) -> ModelSpec:

@@ -19,6 +19,11 @@ from .dialects import read_dialect
 from .layouts import Layout
 from .scheme import LINEARS, MOE_LINEARS, QuantKind, QuantScheme
 
+_GATHERS = (
+    "columns of weights are sorted by activation (desc_act): layers put their input in that order, "
+    "one more launch each; {}"
+)
+
 
 def read_quantization(
     config: HfConfig, names: Iterable[tuple[str, ModulePart]], num_layers: int
@@ -41,7 +46,7 @@ def read_quantization(
     ]
     # The columns of down are sorted by putting the rows of gate and up into the same order.
     gathered = tuple(n for n in every if n != "mlp.down") if dialect.ordered else ()
-    return _scheme(dialect, layers, gathered)
+    return _scheme(dialect, layers, gathered, "mlp.down takes the order of the rows before it")
 
 
 def read_captured_quantization(
@@ -63,12 +68,15 @@ def read_captured_quantization(
     kinds = _of_parts(dialect, parts)
     gathered = tuple(kinds) if dialect.ordered else ()
     modules = ((name, dialect.kind_of(name)) for name, _ in parts)
-    scheme = _scheme(dialect, [kinds] * num_layers, gathered)
+    scheme = _scheme(dialect, [kinds] * num_layers, gathered, "of a captured model all do")
     return replace(scheme, modules=tuple((name, kind) for name, kind in modules if kind in laid))
 
 
 def _scheme(
-    dialect: Dialect, layers: Sequence[Mapping[str, QuantKind | None]], gathered: tuple[str, ...]
+    dialect: Dialect,
+    layers: Sequence[Mapping[str, QuantKind | None]],
+    gathered: tuple[str, ...],
+    rest: str,
 ) -> QuantScheme:
     counts = Counter(kind for kinds in layers for kind in kinds.values() if kind)
     main = counts.most_common(1)[0][0] if counts else dialect.kind
@@ -84,7 +92,7 @@ def _scheme(
         others=others if any(others) else (),
         gathered=gathered,
         layouts=dialect.layouts,
-        notes=dialect.notes,
+        notes=(*dialect.notes, *((_GATHERS.format(rest),) if gathered else ())),
     )
 
 

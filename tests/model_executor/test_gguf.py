@@ -4,8 +4,10 @@ would leave out is refused."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,13 @@ from fusewright.config import EngineOptions, MachineError, UserError
 from fusewright.engine.frontend.check import check_start
 from fusewright.engine.frontend.tokenizer import Tokenizer
 from fusewright.model_executor.hf_config import model_folder, read_spec
+from fusewright.model_executor.layers import Linear
+from fusewright.model_executor.loader import load_model
+from fusewright.model_executor.quant.scheme import LINEARS
 from fusewright.model_executor.sources import gguf_folder
+from fusewright.model_executor.sources.gguf_blocks import numbers_of, stored_blocks, widened
+from fusewright.ops.linear.formats import dequantize
+from tests.model_executor.quant_checkpoints import FUSED
 
 gguf = pytest.importorskip("gguf")
 HIDDEN, INNER, HEADS, KV_HEADS, VOCAB = 64, 96, 4, 2, 40
@@ -47,8 +55,16 @@ def paired(weight: np.ndarray, heads: int) -> np.ndarray:
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows, columns)
 
 
-def write(path: Path, more: Callable[[Any], None] = lambda writer: None) -> dict[str, np.ndarray]:
-    """Write a Llama of one layer; returns its weights by the names that ``transformers`` has."""
+def write(
+    path: Path,
+    more: Callable[[Any], None] = lambda writer: None,
+    types: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, np.ndarray]:
+    """Write a Llama of one layer; returns its weights by the names that ``transformers`` has.
+
+    Args:
+        types: the quantized types of tensors of the layer, by their names in ``LAYER``.
+    """
     random = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
@@ -75,7 +91,16 @@ def write(path: Path, more: Callable[[Any], None] = lambda writer: None) -> dict
         value = random.standard_normal(shape).astype(np.float32)
         weights[f"{theirs}.weight"] = value
         heads = {"blk.0.attn_q": HEADS, "blk.0.attn_k": KV_HEADS}.get(name)
-        writer.add_tensor(f"{name}.weight", paired(value, heads) if heads else value)
+        kind = types.get(name.removeprefix("blk.0."))
+        if kind is not None:
+            value = gguf.quants.dequantize(gguf.quants.quantize(value, kind), kind)
+            weights[f"{theirs}.weight"] = value
+        rows = paired(value, heads) if heads else value
+        if kind is None:
+            writer.add_tensor(f"{name}.weight", rows)
+        else:
+            data = gguf.quants.quantize(rows, kind)
+            writer.add_tensor(f"{name}.weight", data, raw_dtype=kind)
     more(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -111,6 +136,51 @@ def test_a_file_becomes_a_folder_with_its_weights_once(
     os.utime(file, (1, 1))
     with pytest.raises(TypeError):  # another file: it would be converted
         model_folder(str(file))
+
+
+def test_linear_layers_keep_their_integers(tmp_path: Path) -> None:
+    """To the numbers that the file stands for, in the order of rows of ``transformers``.  Parts of
+    one matrix have one format."""
+    file, kinds = tmp_path / "tiny.gguf", gguf.GGMLQuantizationType
+    names = {"attn_q": "Q4_0", "attn_k": "Q8_0", "attn_v": "Q4_1", "attn_output": "Q4_0"}
+    names |= {"ffn_gate": "Q5_0", "ffn_up": "Q5_1", "ffn_down": "Q8_0"}
+    weights = write(file, types={name: kinds[kind] for name, kind in names.items()})
+    spec = read_spec(folder := model_folder(str(file)))
+    quants = [spec.quant_of(0, name) for name in LINEARS]
+    assert quants == ["int8_zero_g32", "int4_g32", "int8_zero_g32", "int8_g32"]
+    for impl in ("auto", "transformers"):
+        model = load_model(replace(read_spec(folder, impl), dtype_name="float32"), folder, "cpu")
+        modules = {n: m for n, m in model.named_modules() if isinstance(m, Linear) and m.quant}
+        assert len(modules) == len(LINEARS)
+        for linear, parts in FUSED.items():
+            joined = parts[0] + "".join(f"+{part.rpartition('.')[2]}" for part in parts[1:])
+            ends = f".{linear}" if impl == "auto" else f".{joined}"
+            (layer,) = (module for name, module in modules.items() if name.endswith(ends))
+            exact = [weights[f"model.layers.0.{part}.weight"] for part in parts]
+            expected = torch.from_numpy(np.concatenate(exact))
+            held = (layer.weight, layer.weight_scale, getattr(layer, "weight_zero", None))
+            numbers = dequantize(layer.quant, *held)
+            torch.testing.assert_close(numbers, expected, atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "Q3_K"])
+def test_blocks_of_256_are_read_as_their_library_does(kind: str) -> None:
+    """What no format fits is off by what is measured, and no more than int8 of 32 can be."""
+    _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    random = np.random.default_rng(0)
+    data = random.integers(0, 256, (6, 2 * size), dtype=np.uint8)
+    halves = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "Q3_K": (108,)}[kind]
+    for at in (start + half for start in (0, size) for half in halves):
+        data[:, at : at + 2] = (random.random((6, 1)) / 100).astype(np.float16).view(np.uint8)
+    weight = torch.from_numpy(gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind]).copy())
+    (name, tensors), error = stored_blocks(kind, data)
+    numbers = numbers_of((name, tensors))
+    assert name == {"Q4_K": "int4_zero_g32", "Q5_K": "int8_zero_g32"}.get(kind, "int8_g32")
+    if error:
+        assert (numbers - weight).norm() / weight.norm() == pytest.approx(error) and error < 0.01
+    else:
+        assert (numbers - weight).abs().max() < 1e-3 * weight.abs().max()
+    assert torch.equal(numbers_of(widened((name, tensors))), numbers)
 
 
 @pytest.mark.parametrize(
