@@ -155,8 +155,6 @@ def read_linear(chain: Reading, node: fx.Node) -> Read | None:
     if layer is None or layer["x"] is not values:
         return None
     nodes.append(node)
-    if (stored := layer["weight_format"]) is not None:
-        raise Miss(f"a weight is stored as {stored!r}, for which there is no fused kernel")
     if layer["out_scale"] is not None:
         raise Miss("the layer behind it quantizes by a static scale")
     if layer["x_scale"] is not scale:
@@ -171,6 +169,8 @@ def read_linear(chain: Reading, node: fx.Node) -> Read | None:
             raise Miss(
                 f"the layer makes {layer['out_dtype']}, where the chain began in {chain.dtype}"
             )
+        if layer["weight_format"] is not None:
+            raise Miss("the layer's format quantizes x, which no kernel of chains does")
         if not group_size and tuple(fake_value(layer["weight_scale"]).shape)[1:] != (1,):
             raise Miss("the weight of the layer has scales of blocks, its x one a token")
     elif fake_value(node).dtype != chain.dtype:
@@ -178,9 +178,11 @@ def read_linear(chain: Reading, node: fx.Node) -> Read | None:
             f"the layer makes {fake_value(node).dtype}, where the chain began in {chain.dtype}"
         )
     tensors = named(Linear, layer)
-    activation = layer["activation"]
+    activation, stored = layer["activation"], layer["weight_format"]
     return Read(
-        lambda names: Linear(tensors=names, activation=activation, group_size=group_size),
+        lambda names: Linear(
+            tensors=names, activation=activation, group_size=group_size, weight_format=stored
+        ),
         tensors,
         nodes,
         node,

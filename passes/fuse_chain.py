@@ -268,8 +268,6 @@ def _why_unread(node: fx.Node) -> str:
     if layer is None:
         return f"what it reads comes from {op_name(sources[0])}, not from a linear layer"
     given = linear_args(layer) or {}
-    if (stored := given["weight_format"]) is not None:
-        return f"a weight is stored as {stored!r}, for which there is no fused kernel"
     x = given["x"]
     if is_call(x, operator.getitem):
         return f"the layer before it reads what {op_name(x.args[0])} quantizes"

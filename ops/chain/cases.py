@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...config.weight_format import STORED_FORMATS
 from ..collective.all_reduce import CASES_GROUP
 from ..core.desc import Case, Draw, Tolerance
 from ..core.float8 import E4M3
@@ -17,6 +18,7 @@ from ..core.tiles import cdiv
 from ..experts.fused_moe import CLAMPED, moe_args
 from ..experts.moe import Call as ExpertsCall
 from ..linear.desc import BLOCK
+from ..linear.formats import quantize
 from .row_stages import Add, AddNorm, Norm, Scale
 from .stages import Act, AllReduce, Chain, Experts, Linear, Stage
 
@@ -66,9 +68,10 @@ class Drawn:
         bias: bool = False,
         fp8: int | None = None,
         size: float = 1.0,
+        stored: str | None = None,
     ) -> Drawn:
         """A layer of [n, k]; an x of size one gives results of ``size``.  ``fp8`` is the number of
-        columns that share a scale of x."""
+        columns that share a scale of x, ``stored`` the weight's format."""
         draw = self.draw
         tensors = {"weight": (draw.randn(n, k) * size * k**-0.5).to(draw.dtype)}
         if bias:
@@ -77,7 +80,13 @@ class Drawn:
             shape = (cdiv(n, BLOCK), cdiv(k, BLOCK)) if fp8 else (n, 1)
             tensors["weight"] = (draw.randn(n, k) * 100).clamp(-448, 448).to(E4M3)
             tensors["weight_scale"] = (0.75 + draw.rand(*shape) / 2) * size / (100 * k**0.5)
-        stage = Linear(tensors=tuple(tensors), activation=activation, group_size=fp8)
+        if stored is not None:
+            numbers = draw.randn(n, k) * size * k**-0.5
+            tensors |= quantize(STORED_FORMATS[stored], numbers)
+        how = {"activation": activation, "group_size": fp8, "weight_format": stored}
+        names = [name for name in Linear.takes() if name in tensors]
+        tensors = {name: tensors[name] for name in names}
+        stage = Linear(tensors=tuple(names), **how)  # type: ignore[arg-type]
         return self.add(stage, *tensors.values())
 
     def norm(
@@ -165,6 +174,18 @@ def _dense(draw: Draw, reduce: bool) -> Iterator[Case]:
     yield made.linear(64, 96).norm().linear(80, 64).case("whole layer")
     made = _between(draw, (3,), 32, 48, reduce).linear(48, 32).norm(offset=1.0)
     yield made.linear(40, 48).case("offset norm")
+    if not reduce:
+        yield from _few_bits(draw)
+
+
+def _few_bits(draw: Draw) -> Iterator[Case]:
+    sizes = {"int4_g128": 128, "int4_zero_g32": 96, "mxfp4": 64}
+    for name, hidden in sizes.items():
+        made = _between(draw, (3,), 2 * hidden, hidden, False)
+        made.linear(hidden, 2 * hidden, stored=name, bias=name == "mxfp4").norm(offset=1.0)
+        made.linear(2 * 128, hidden, "silu", stored=name).linear(hidden, 128, stored=name)
+        made.norm().linear(80, hidden, bias=True, stored=name)
+        yield made.case(f"whole layer, {name}")
 
 
 def _post_normed(draw: Draw, label: str, reduce: bool) -> Case:

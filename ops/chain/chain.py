@@ -30,6 +30,7 @@ from ..linear.linear import OP as LINEAR, describe_op
 from .cases import cases
 from .experts import STREAM_EXPERTS, SUM_OF_CSRC, SUM_OF_TRITON
 from .kernels import LONE, OVERLAP, STREAM, ChainKernel, Step, cover, lay, no_launches, part_at
+from .lowbit import LOW_BIT
 from .rows import ROWS
 from .stages import Call, Experts, Stage, State, Visit, by_fake, by_reference
 
@@ -45,8 +46,11 @@ class Way:
     parts: tuple[str, ...]
 
 
-CUDA = Way((STREAM_EXPERTS, STREAM, OVERLAP, SUM_OF_CSRC, ROWS, LONE), ("cuda", "skinny", "triton"))
-LIBRARY = Way((SUM_OF_TRITON, ROWS), ("library", "triton"))
+CUDA = Way(
+    (STREAM_EXPERTS, STREAM, LOW_BIT, OVERLAP, SUM_OF_CSRC, ROWS, LONE),
+    ("cuda", "skinny", "triton"),
+)
+LIBRARY = Way((SUM_OF_TRITON, LOW_BIT, ROWS), ("library", "triton"))
 KERNELS, OVER_RANKS = CUDA.kernels, (STREAM, OVERLAP)
 """The table of chain kernels, and those that sum over ranks.  What none of them takes runs by the
 ops of its stages."""
@@ -133,6 +137,8 @@ def _choice(op: SemanticOp, way: Way, desc: OpDesc) -> tuple[str, str]:
     if op is LINEAR:
         # The library's GEMM serves what the table of linear layers leaves, but not every FP8 shape.
         layer = describe_op(desc)
+        if layer.format.stored:
+            return ("admitted" if op.implementation("low_bit").supports(desc) else "low_bit"), ""
         refused = layer.format.scaled and LIBRARY_LINEAR.refuses(layer, 1, Target.of(desc))
         return ("triton" if refused else names[0]), ""
     reasons = []

@@ -38,6 +38,8 @@ def _never_streams(stages: tuple[Any, ...]) -> str:
                 return reason
         if isinstance(stage, Linear) and stage.activation is not None:
             return "a layer beside the experts has an activation"
+        if isinstance(stage, Linear) and stage.weight_format is not None:
+            return f"reads no weights of layers in {stage.weight_format}"
     first, _, experts, *_ = stages
     fp8 = "gate_up_scale" in experts.tensors and experts.weight_format is None
     if (first.group_size is None) is fp8:

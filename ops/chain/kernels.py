@@ -119,6 +119,8 @@ def _without_scale(values: tuple[Any, ...], stages: tuple[Any, ...]) -> list[Any
 
 def _never_streams(stages: tuple[Any, ...]) -> str:
     first, norm, second, *act = _without_scale(stages, stages)
+    if stored := first.weight_format or second.weight_format:
+        return f"reads no weights in {stored}"
     if first.activation is not None:
         return "the layer before the norm has an activation"
     if act and (second.activation is not None or second.group_size):
@@ -241,6 +243,8 @@ def _never_overlaps(stages: tuple[Any, ...]) -> str:
     first, norm, second = stages
     if not norm.reduce:
         return "nothing is summed over ranks"
+    if stored := first.weight_format or second.weight_format:
+        return f"reads no weights in {stored}"
     if first.group_size is not None or second.group_size is not None:
         return "hides no transfers behind FP8 layers"
     if first.activation is not None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
+from ...config.weight_format import STORED_FORMATS
 from ..collective.all_reduce import OP as ALL_REDUCE, sum_flops, wire_bytes
 from ..core.desc import Cost, TensorDesc
 from ..core.op import SemanticOp
@@ -125,8 +126,11 @@ class Linear(Stage):
 
     activation: str | None = None
     group_size: int | None = None
+    weight_format: str | None = None
     kind: ClassVar[str] = "linear"
-    optional: ClassVar[tuple[str, ...]] = ("bias", "weight_scale")
+    optional: ClassVar[tuple[str, ...]] = (
+        *("bias", "weight_scale", "weight_zero", "weight_row_scale"),
+    )
 
     def run(self, state: State, operands: Operands, visit: Visit) -> State:
         x, scale = state.x, state.scale
@@ -134,12 +138,23 @@ class Linear(Stage):
         if self.group_size is not None and scale is None:
             x, scale = visit(QUANTIZE["dynamic"], x, self.group_size)
         weights = (operands["weight"], operands.get("bias"), scale, operands.get("weight_scale"))
-        y = visit(LINEAR, x, *weights, dtype, self.activation, None)
+        how = (dtype, self.activation, None)
+        if self.weight_format is not None:
+            stored = (operands.get("weight_zero"), self.weight_format)
+            how = (*how, *stored, operands.get("weight_row_scale"))
+        y = visit(LINEAR, x, *weights, *how)
         # Made anew here and in the stages beside it: ``_replace`` takes four times as long.
         return State(y, state.total, None, state.group)
 
+    def rows(self, weight: Any) -> Any:
+        """The rows of the weight that the operand of this name stands for."""
+        if self.weight_format is None:
+            return weight.shape[0]
+        stored = STORED_FORMATS[self.weight_format].weight
+        return weight.shape[stored.dim(0)] * stored.steps[0]
+
     def measure(self, x: TensorDesc, operands: Operands) -> tuple[TensorDesc, Cost]:
-        sums = TensorDesc(x.dtype, (*x.shape[:-1], operands["weight"].shape[0]))
+        sums = TensorDesc(x.dtype, (*x.shape[:-1], self.rows(operands["weight"])))
         columns = columns_of(self.activation, sums.shape[-1])
         y = TensorDesc(x.dtype, (*x.shape[:-1], columns))
         flops = 2 * x.numel * sums.shape[-1] + (5 * y.numel if self.activation else 0)

@@ -103,6 +103,32 @@ class LowBit:
         }
 
 
+@dataclass(frozen=True)
+class AddedNorm:
+    """An RMS norm of a sum: its weight, what is added to that, or None, and its eps."""
+
+    weight: Tensor
+    offset: float | None
+    eps: float
+
+
+@dataclass(frozen=True)
+class Normed:
+    """What the norm of some rows is found by: sums of squares [rows, parts], and eps."""
+
+    squares: Tensor
+    eps: float
+
+
+_UNJOINED: dict[str, Any] = dict.fromkeys(
+    (
+        *("bias_ptr", "norm_ptr", "norm_parts", "norm_eps", "add_ptr", "add_weight"),
+        *("add_offset", "add_total", "add_squares", "out_ptr"),
+    )
+)
+"""The kernel's arguments of what may be joined to a layer, in its order."""
+
+
 def _strides(tensor: StoredTensor, held: Tensor) -> tuple[int, int]:
     """Steps in memory to the next row's and the next group's number."""
     return held.stride(tensor.dim(0)), held.stride(tensor.dim(1))
@@ -155,20 +181,55 @@ def linear(
     weight: LowBit,
     bias: Tensor | None,
     activation: str | None,
+    norm: Normed | None = None,
     *,
     invariant: bool = False,
 ) -> Launches[Tensor]:
-    """``invariant``: a row has the same bits whatever the other rows are."""
-    n, k = weight.shape
+    """``norm``: x lacks the scale that a norm finds.  ``invariant``: a row has the same bits
+    whatever the other rows are."""
     gates = activation in ("silu", "gelu_tanh")
-    width = n // 2 if gates else n
+    width = weight.shape[0] // 2 if gates else weight.shape[0]
     out = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
-    rows = dense_rows(x).reshape(-1, k)
-    m, constants = rows.shape[0], weight.constants()
-    tile = tile_of(m, x.dtype.itemsize)
-    if invariant and x.dtype.itemsize <= 2:
-        tile = _INVARIANT
-    by_field = m <= _BY_FIELD_ROWS and not invariant and x.dtype.itemsize <= 2
+    more: dict[str, Any] = {**_UNJOINED, "bias_ptr": bias, "out_ptr": out}
+    if norm is not None:
+        more |= {"norm_ptr": norm.squares, "norm_parts": norm.squares.shape[1]}
+        more["norm_eps"] = norm.eps
+    return [_launch(x, weight, more, activation, invariant)], out
+
+
+def linear_add(
+    x: Tensor, weight: LowBit, bias: Tensor | None, residual: Tensor, norm: AddedNorm
+) -> Launches[tuple[Tensor, Tensor, Normed]]:
+    """A layer, the add of a residual and the norm of the sum but for its scale.
+
+    Returns:
+        the sum times the norm's weight, the sum, both like the residual, and what the next layer's
+        ``norm`` is.
+    """
+    n, m = weight.shape[0], residual.numel() // max(weight.shape[0], 1)
+    out, total = torch.empty_like(residual), torch.empty_like(residual)
+    parts = cdiv(n, tile_of(m, x.dtype.itemsize).columns)
+    squares = torch.empty((m, parts), dtype=torch.float32, device=x.device)
+    more = _UNJOINED | {
+        "bias_ptr": bias,
+        "add_ptr": residual,
+        "add_weight": norm.weight,
+        "add_offset": norm.offset,
+        "add_total": total,
+        "add_squares": squares,
+        "out_ptr": out,
+    }
+    return [_launch(x, weight, more, None, False)], (out, total, Normed(squares, norm.eps))
+
+
+def _launch(
+    x: Tensor, weight: LowBit, more: dict[str, Any], activation: str | None, invariant: bool
+) -> Launch:
+    n, k = weight.shape
+    rows, constants = dense_rows(x).reshape(-1, k), weight.constants()
+    m, narrow = rows.shape[0], x.dtype.itemsize <= 2
+    tile = _INVARIANT if invariant and narrow else tile_of(m, x.dtype.itemsize)
+    by_field = m <= _BY_FIELD_ROWS and not invariant and narrow
     splits = 1 if invariant else splits_of(tile, m, n, k)
     tiles = cdiv(m, tile.rows) * cdiv(n, tile.columns)
     arrived, partial = counters(x.device), None  # asked for always: a capture may come next
@@ -179,15 +240,14 @@ def linear(
     scaling = "sums" if group == k else "words" if group % tile.depth else "numbers"
     if scaling == "numbers" and by_field:  # few sums, which are rounded less
         scaling = "steps"
-    launch = Launch(
+    return Launch(
         kernel="linear_lowbit:_linear_lowbit_kernel",
         grid=(tiles * splits,),
         args={
             "x_ptr": rows,
             "x_stride": rows.stride(0) if m > 1 else k,
             **weight.operands(),
-            "bias_ptr": bias,
-            "out_ptr": out,
+            **more,
             "partial_ptr": partial,
             "counter_ptr": None if partial is None else arrived,
             "M": m,
@@ -199,10 +259,11 @@ def linear(
             **constants,
             "SCALING": scaling,
             "ACTIVATION": activation,
-            "GATES": gates,
+            "GATES": activation in ("silu", "gelu_tanh"),
             "SWAPPED": tile.swapped,
             "BY_FIELD": by_field,
             "WHOLE_STEPS": k % tile.depth == 0,
+            "SQUARES": next_power_of_2(more["norm_parts"] or 1),
             "GROUP_M": _GROUP_M,
             "BLOCK_M": tile.rows,
             "BLOCK_N": tile.columns,
@@ -213,7 +274,6 @@ def linear(
         num_stages=tile.stages,
         dynamic=("M", "splits"),
     )
-    return [launch], out
 
 
 def dequantize(weight: LowBit, dtype: torch.dtype) -> Launches[Tensor]:

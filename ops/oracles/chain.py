@@ -8,7 +8,7 @@ from ..chain.row_stages import Add, AddNorm, Norm, Scale
 from ..chain.stages import Act, Experts, Linear, Stage, parse
 from ._call import Call, Expected, Floats, rounded
 from .experts import fused_moe
-from .linear import dequantized, matmul
+from .linear import dequantized, matmul, stored_numbers
 from .norms import activated, gated, layer_normed, normed, quantized
 
 _ABSENT = ("correction_bias", "gate_up_scale", "down_scale", "shared", "gate_up_input_scale",
@@ -46,6 +46,8 @@ def _made(stage: Stage, operands: Any, x: Floats, call: Call) -> Floats:
         return fused_moe(Call(given, {"x": dtype}))[0]
     assert isinstance(stage, Linear)
     weight = operands["weight"]
+    if stage.weight_format is not None:
+        weight = stored_numbers(stage.weight_format, operands)
     if stage.group_size is not None:
         q = quantized(x, stage.group_size)
         x, weight = dequantized(q[0], q[1]), dequantized(weight, operands["weight_scale"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -31,13 +32,18 @@ def dequantized(q: Floats, scale: Floats) -> Floats:
     return values
 
 
+def stored_numbers(weight_format: str, tensors: Mapping[str, Any]) -> Floats:
+    """The numbers of a weight in a stored format, of its tensors by name."""
+    zero, of_rows = tensors.get("weight_zero"), tensors.get("weight_row_scale")
+    form = STORED_FORMATS[weight_format]
+    numbers = numbers_of(form, tensors["weight"], tensors["weight_scale"], zero)
+    return numbers if of_rows is None else numbers * of_rows
+
+
 def linear(call: Call) -> Expected:
     x, weight = call["x"], call["weight"]
     if call["weight_format"] is not None:
-        form, weight_args = STORED_FORMATS[call["weight_format"]], ("weight_scale", "weight_zero")
-        weight = numbers_of(form, weight, *(call[name] for name in weight_args))
-        if call["weight_row_scale"] is not None:
-            weight = weight * call["weight_row_scale"]
+        weight = stored_numbers(call["weight_format"], call.values)
     elif call["weight_scale"] is not None:
         x, weight = dequantized(x, call["x_scale"]), dequantized(weight, call["weight_scale"])
     dtype: Any = call["out_dtype"] or call.dtypes["x"]

@@ -52,6 +52,25 @@ class Scales(NamedTuple):
     group_stride: Any
 
 
+class Normed(NamedTuple):
+    """Sums of squares [rows, parts] of the rows that an RMS norm scales."""
+
+    ptr: Any
+    parts: Any
+    eps: Any
+
+
+class Added(NamedTuple):
+    """What the add of a residual is given, and the norm behind it: the residual, the norm's weight
+    and what is added to that, or None; and what it writes: the sum and its squares, by tiles."""
+
+    ptr: Any
+    weight: Any
+    offset: Any
+    total: Any
+    squares: Any
+
+
 class PagedCache(NamedTuple):
     """[blocks, 2, block_size, kv_heads, head_dim], the last dimension contiguous."""
 

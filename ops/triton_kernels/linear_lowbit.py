@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .activation import gated, plain
 from .dependent import prefetch, wait_for_previous
-from .groups import Rows, Scales
+from .groups import Added, Normed, Rows, Scales
 from .lowbit import numbers_of, scales_in_float32
 from .splits import first_of_tile, sum_of_splits
 
@@ -42,15 +42,18 @@ def _by_field(tile, PER_WORD: tl.constexpr):
 
 @triton.jit
 def _linear_lowbit_kernel(
-    x: Rows, weight: Rows, scale: Scales, zero: Scales, row_scale_ptr, bias_ptr, out_ptr,
-    partial_ptr, counter_ptr, M, N, K, splits, ZERO_OFFSET: tl.constexpr, FIELDS: tl.constexpr,
-    BITS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr, GROUP: tl.constexpr,
-    SCALING: tl.constexpr, ACTIVATION: tl.constexpr, GATES: tl.constexpr, SWAPPED: tl.constexpr,
-    BY_FIELD: tl.constexpr, WHOLE_STEPS: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, PROGRAMMATIC: tl.constexpr
+    x: Rows, weight: Rows, scale: Scales, zero: Scales, row_scale_ptr, bias_ptr, norm: Normed,
+    add: Added, out_ptr, partial_ptr, counter_ptr, M, N, K, splits, ZERO_OFFSET: tl.constexpr,
+    FIELDS: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, OFFSET: tl.constexpr,
+    GROUP: tl.constexpr, SCALING: tl.constexpr, ACTIVATION: tl.constexpr, GATES: tl.constexpr,
+    SWAPPED: tl.constexpr, BY_FIELD: tl.constexpr, WHOLE_STEPS: tl.constexpr,
+    SQUARES: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, AHEAD: tl.constexpr, PROGRAMMATIC: tl.constexpr
 ):  # fmt: skip
     """out = act(x @ ((field - zero) * scale * row_scale).T + bias).
 
+    ``norm``: x lacks the scale that a norm finds for each row, by which the sums are multiplied.
+    ``add``: the result and a residual are summed, and out is the sum times a norm's weight.
     A scale is for GROUP columns.  SCALING: what is multiplied by it: the "sums" of whole rows;
     those of "steps", or their "numbers", where steps divide groups; or numbers by "words", of
     which groups are made.  GATES: the weight's rows are gates, then ups; a tile has them by turns.
@@ -143,9 +146,43 @@ def _linear_lowbit_kernel(
     if whole:
         if row_scale_ptr is not None:
             total *= tl.load(row_scale_ptr + of_weight).to(tl.float32)[None, :]
+        if norm.ptr is not None:
+            total *= _norm_scale(norm, read_rows, K, SQUARES)[:, None]
         if bias_ptr is not None:
             total += tl.load(bias_ptr + of_weight).to(tl.float32)[None, :]
+        if add.ptr is not None:
+            total = _add(total, rows, first_col, M, N, add, out_ptr.dtype.element_ty, BLOCK_N)
         _store(total, rows, first_col, M, N, out_ptr, ACTIVATION, GATES, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def _norm_scale(norm: Normed, rows, K, SQUARES: tl.constexpr):
+    """What an RMS norm multiplies each row with, from the sums of squares of its parts."""
+    part = tl.arange(0, SQUARES)[None, :]
+    at = norm.ptr + rows[:, None] * norm.parts + part
+    squares = tl.load(at, mask=part < norm.parts, other=0.0)
+    return tl.rsqrt(tl.sum(squares, axis=1) / K + norm.eps)
+
+
+@triton.jit
+def _add(
+    total, rows, first_col, M, N, add: Added, dtype: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """The rounded sums plus the residual, rounded, which is written; times the norm's weight.  A
+    tile leaves the sum of squares of each row."""
+    cols = first_col + tl.arange(0, BLOCK_N)
+    inside = (rows < M)[:, None] & (cols < N)[None, :]
+    at = rows.to(tl.int64)[:, None] * N + cols[None, :]
+    residual = tl.load(add.ptr + at, mask=inside, other=0.0).to(tl.float32)
+    total = (total.to(dtype).to(tl.float32) + residual).to(dtype).to(tl.float32)
+    tl.store(add.total + at, total.to(dtype), mask=inside)
+    squares = tl.sum(tl.where(inside, total * total, 0.0), axis=1)
+    tiles = tl.cdiv(N, BLOCK_N)
+    tl.store(add.squares + rows.to(tl.int64) * tiles + first_col // BLOCK_N, squares, mask=rows < M)
+    weight = tl.load(add.weight + cols, mask=cols < N, other=0.0).to(tl.float32)
+    if add.offset is not None:
+        weight += add.offset
+    return total * weight[None, :]
 
 
 @triton.jit

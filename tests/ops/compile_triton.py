@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch.utils._pytree import tree_map_only
 
 from fusewright.config.arch import HOPPER
 from fusewright.config.weight_format import STORED_FORMATS
@@ -106,6 +107,10 @@ def self_test_launches() -> Iterator[Needed]:
         yield Needed("self_test", kernel, torch.float32, launch)
 
 
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(SEED)
+
+
 def op_launches() -> Iterator[Needed]:
     """Launches of every case and dtype that an implementation takes on an sm_90 GPU.
 
@@ -118,7 +123,7 @@ def op_launches() -> Iterator[Needed]:
             if impl.launches is None:
                 continue
             for dtype in op.dtypes:
-                cases = op.cases(dtype, cpu, torch.Generator().manual_seed(SEED))
+                cases = op.cases(dtype, cpu, seeded())
                 if dtype == torch.float16 and torch.bfloat16 in op.dtypes:
                     cases = islice(cases, 1)
                 for case in cases:
@@ -179,6 +184,13 @@ def large_launches() -> Iterator[Needed]:
     for shape in shapes[1], shapes[-1], shapes[-2]:
         for launch in lowbit.plan_dequantizing(*low_bit(*shape))[0]:
             yield Needed("linear", "the numbers of a weight", torch.bfloat16, launch)
+    chains = BY_NAME["chain"].cases(torch.bfloat16, torch.device("cpu"), seeded())
+    for case in (case for case in chains if case.label.startswith("whole layer, ")):
+        on_meta = tree_map_only(torch.Tensor, lambda t: t.to("meta"), list(case.args))
+        describe = BY_NAME["chain"].implementation("cuda").launches
+        assert describe is not None
+        for launch in describe(*on_meta)[0]:
+            yield Needed("chain", case.label, torch.bfloat16, launch)
     for name, args in calls:
         describe = BY_NAME[name].implementation("triton").launches
         assert describe is not None

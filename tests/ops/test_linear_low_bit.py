@@ -14,6 +14,10 @@ from torch import Tensor
 
 from fusewright.config.weight_format import STORED_FORMATS, Packing, StoredFormat, StoredTensor
 from fusewright.ops import BY_NAME
+from fusewright.ops.chain.chain import CHAIN, CUDA, KERNELS
+from fusewright.ops.chain.kernels import covered, lay, part_at
+from fusewright.ops.chain.lowbit import LOW_BIT as JOINED
+from fusewright.ops.chain.stages import Call, parse
 from fusewright.ops.core.launch import run_all
 from fusewright.ops.core.target import Target
 from fusewright.ops.launches import linear_lowbit as launches
@@ -221,3 +225,48 @@ def test_a_weight_of_4_bits_costs_half_a_byte_and_its_scales() -> None:
     rows_in_and_out = 2 * 2 * 4096
     assert cost.bytes == 4096 * 4096 // 2 + 4096 * 32 * 2 + rows_in_and_out
     assert cost.flops == 2 * 4096 * 4096
+
+
+def few_bits() -> dict[str, Any]:
+    drawn = CHAIN.cases(torch.bfloat16, CPU, torch.Generator().manual_seed(3))
+    cases = {case.label: case for case in drawn if case.label.startswith("whole layer, ")}
+    assert len(cases) == 3
+    return cases
+
+
+@pytest.mark.parametrize(("label", "case"), few_bits().items())
+def test_layers_of_few_bits_are_joined_by_their_norm(label: str, case: Any) -> None:
+    """Both halves of a layer run as two launches each, with the sums that the reference has."""
+    call = Call.of(case.args)
+    steps = lay(call, H200, CUDA.kernels)
+    assert [(step.kernel, step.start, step.stop) for step in steps] == [
+        (JOINED, 0, 3),
+        (JOINED, 3, 6),
+    ]
+    state = call.state
+    for step in steps:
+        part = part_at(call, step.start, step.stop, state)
+        launches, _ = JOINED.launches(part)  # type: ignore[misc]
+        assert len(launches) == 2
+        made = JOINED.run(part)
+        assert made is not None
+        state = made
+    y, total = CHAIN.overload()(*case.args)
+    torch.testing.assert_close(state.x, y, rtol=6e-2, atol=6e-2)
+    torch.testing.assert_close(state.total, total, rtol=6e-2, atol=6e-2)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (("", ", center=True", ", weight_format='int4_g32'"), "reads no weights in int4_g32"),
+        ((", weight_format='int4_g32'", ", center=True", ""), "reads no weights in int4_g32"),
+        ((", activation='relu'", "", ""), "the layer before the norm has an activation"),
+    ],
+)
+def test_layers_that_are_not_joined_have_a_reason(text: tuple[str, str, str], reason: str) -> None:
+    first, norm, second = text
+    chain = parse(
+        f"linear(weight{first}) > add_norm(weight, eps=1e-05{norm}) > linear(weight{second})"
+    )
+    assert covered(chain.stages, KERNELS) == ([], reason)
