@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..ops.chain.lowbit import why_not_read
 from ..ops.chain.row_stages import Add, AddNorm, Norm, Scale
 from ..ops.chain.stages import Act, AllReduce, Experts, Linear, Stage
 from ..ops.experts.moe import Call as ExpertsCall
@@ -142,6 +143,14 @@ def why_read_elsewhere(chain: Reading, nodes: Sequence[Any]) -> str:
     return "" if kept else read_elsewhere(chain.value, nodes)
 
 
+def why_not_stored(layer: Mapping[str, Any]) -> str:
+    """Why a layer is in no chain because of how its weight is stored, or an empty string."""
+    if (stored := layer["weight_format"]) is None:
+        return ""
+    reason = why_not_read(stored, int(fake_value(layer["x"]).shape[-1]))
+    return reason and f"a weight is stored as {stored!r}: {reason}"
+
+
 def read_linear(chain: Reading, node: fx.Node) -> Read | None:
     """A linear layer, behind a quantization by scales of its own x or by those of the chain."""
     nodes: list[Any] = []
@@ -155,6 +164,8 @@ def read_linear(chain: Reading, node: fx.Node) -> Read | None:
     if layer is None or layer["x"] is not values:
         return None
     nodes.append(node)
+    if reason := why_not_stored(layer):
+        raise Miss(reason)
     if layer["out_scale"] is not None:
         raise Miss("the layer behind it quantizes by a static scale")
     if layer["x_scale"] is not scale:
@@ -169,8 +180,6 @@ def read_linear(chain: Reading, node: fx.Node) -> Read | None:
             raise Miss(
                 f"the layer makes {layer['out_dtype']}, where the chain began in {chain.dtype}"
             )
-        if layer["weight_format"] is not None:
-            raise Miss("the layer's format quantizes x, which no kernel of chains does")
         if not group_size and tuple(fake_value(layer["weight_scale"]).shape)[1:] != (1,):
             raise Miss("the weight of the layer has scales of blocks, its x one a token")
     elif fake_value(node).dtype != chain.dtype:

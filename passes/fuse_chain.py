@@ -38,6 +38,7 @@ from .chain_readers import (
     Reading,
     items,
     read_linear,
+    why_not_stored,
 )
 from .fuse_gated_linear import LINEAR, linear_args
 from .report import PassReport
@@ -268,6 +269,8 @@ def _why_unread(node: fx.Node) -> str:
     if layer is None:
         return f"what it reads comes from {op_name(sources[0])}, not from a linear layer"
     given = linear_args(layer) or {}
+    if reason := why_not_stored(given):
+        return reason
     x = given["x"]
     if is_call(x, operator.getitem):
         return f"the layer before it reads what {op_name(x.args[0])} quantizes"

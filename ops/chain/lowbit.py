@@ -13,12 +13,19 @@ import torch
 from ...config.weight_format import STORED_FORMATS
 from ..core.launch import Launches, run_all
 from ..core.target import Target
-from ..launches.linear_lowbit import AddedNorm, LowBit, linear, linear_add
+from ..launches.linear_lowbit import AddedNorm, LowBit, linear, linear_add, why_not
 from ..linear.desc import LinearDesc
-from ..linear.kernels import LOW_BIT as LOW_BIT_LINEAR
+from ..linear.kernels import ADMITTED, LOW_BIT as LOW_BIT_LINEAR
 from .kernels import ChainKernel, Part
 from .row_stages import AddNorm
 from .stages import Linear, Operands, State
+
+
+def why_not_read(weight_format: str, in_features: int) -> str:
+    """Why a layer of a stored format is in no chain, or an empty string."""
+    if own := ADMITTED.get(weight_format):
+        return f"{own[0].name} reads it"
+    return why_not(STORED_FORMATS[weight_format], in_features)
 
 
 def _never(stages: tuple[Any, ...]) -> str:

@@ -26,6 +26,7 @@ _LINES_AHEAD = 2
 _BITS = (4, 8)
 # By most rows of x.  None of these tiles has run on a GPU; their shapes are those of the FP8 GEMM.
 _TILES = {
+    8: Tile(8, 64, 128, stages=6, swapped=True, least_steps=4, an_sm=3),
     16: Tile(16, 64, 128, stages=6, swapped=True, least_steps=4, an_sm=3),
     32: Tile(32, 64, 128, stages=5, swapped=True, least_steps=4, an_sm=3),
     64: Tile(64, 64, 128, swapped=True, least_steps=8),

@@ -36,7 +36,7 @@ def why_not_read(desc: LinearDesc) -> str:
 
 def _rows(desc: LinearDesc) -> int:
     assert desc.format.stored is not None
-    kernel = f"tiled int{desc.format.stored.weight.bits}"
+    kernel = f"tiled {desc.format.stored.weight.bits} bits"
     return most_rows(kernel, desc.out_features) or _MOST_ROWS
 
 
