@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,6 @@ from torch import Tensor, nn
 from ..config.errors import UserError
 from ..ops.core.float8 import E4M3
 from .captured.described import Lookup, nowhere
-from .captured.model import CapturedModel, fill_captured
-from .captured.moves import copy_moves
-from .captured.quantized.load import fill_quantized, quantized_moves
-from .captured.ranks.held import moves_of_rank, set_captured_rank
-from .captured.skeleton import Skeleton, planned
-from .captured.text_decoder import stored_model
 from .checkpoint import TensorInfo, open_checkpoint_file, read_headers
 from .dummy import fill_dummy
 from .experts import ExpertLinear, expert_shares
@@ -39,7 +33,12 @@ from .quant.scales import find_scales, read_scales
 from .slots import Read, all_slots, elsewhere, names_in, plan_reads, stored_buffers
 from .spec import ModelSpec, stage_of
 
-Model: TypeAlias = DecoderModel | CapturedModel | Skeleton
+# The rest of `captured/`, some thirty modules, is imported where such a model is made.
+if TYPE_CHECKING:
+    from .captured.model import CapturedModel
+    from .captured.skeleton import Skeleton
+
+Model: TypeAlias = "DecoderModel | CapturedModel | Skeleton"
 ProgressBar: TypeAlias = Callable[[str, int], AbstractContextManager[Callable[[int], Any]]]
 """Takes a label and a total.  The context manager that it returns gives a function, which advances
 the bar by a number of units."""
@@ -119,6 +118,9 @@ def load_model(
 def _dummy_captured(
     spec: ModelSpec, device: torch.device | str, seed: int, rank: int
 ) -> CapturedModel:
+    from .captured.model import CapturedModel, fill_captured
+    from .captured.ranks.held import set_captured_rank
+
     model = CapturedModel(spec)
     materialize(model, None, device)
     fill_captured(model, seed)
@@ -134,6 +136,13 @@ def _load_captured(
     lookup: Lookup,
     rank: int,
 ) -> CapturedModel | Skeleton:
+    from .captured.model import CapturedModel
+    from .captured.moves import copy_moves
+    from .captured.quantized.load import fill_quantized, quantized_moves
+    from .captured.ranks.held import moves_of_rank, set_captured_rank
+    from .captured.skeleton import planned
+    from .captured.text_decoder import stored_model
+
     model: CapturedModel | Skeleton
     if described := planned(spec, folder, lookup):
         model, moves = described.model, described.moves
@@ -244,7 +253,11 @@ def _quantized(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Quantiza
 
 def make_model(spec: ModelSpec) -> DecoderModel | CapturedModel:
     """The modules of a model, or of a stage of it, on the meta device."""
-    return CapturedModel(spec) if spec.captured else DecoderModel(spec)
+    if not spec.captured:
+        return DecoderModel(spec)
+    from .captured.model import CapturedModel
+
+    return CapturedModel(spec)
 
 
 def fake_model(spec: ModelSpec, device: torch.device) -> DecoderModel | CapturedModel:

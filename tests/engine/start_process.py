@@ -222,6 +222,7 @@ def start_all(starts: list[dict[str, Any]], batches: list[Any]) -> Any:
                 "late": [variant.name for variant in ops.KERNELS.compiled_late],
                 "sealed": ops.KERNELS.sealed,
                 "passes": "fusewright.passes" in sys.modules,
+                "captured": "fusewright.model_executor.captured.model" in sys.modules,
                 "tuned_experts": [
                     name for name in facts["device_table"]["found"] if name.startswith("tiles: ")
                 ],

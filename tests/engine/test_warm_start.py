@@ -152,6 +152,7 @@ def test_a_moved_read_only_store_starts_without_compilers_and_with_equal_bits(
         assert warm["artifact"] == {"key": first["artifact"]["key"], "built": False}
         assert (warm["sealed"], warm["late"]) == (True, [])
         assert (first["passes"], warm["passes"]) == (True, False), "they take time to import"
+        assert not warm["captured"], "no captured model is loaded"
         assert warm["kv_blocks"] != first["kv_blocks"]
         assert warm["tuned_experts"] == first["tuned_experts"] == MEASURED.get(name, [])
     assert done["loaded"] == []
