@@ -145,6 +145,7 @@ def _check_ranges(options: EngineOptions) -> None:
         (o.optimization_level in LEVELS, "optimization_level", "0, 1, 2 or 3"),
         (8 <= size <= 256 and size & (size - 1) == 0, "block_size", "a power of two in 8..256"),
         (0 < o.gpu_memory_utilization <= 1, "gpu_memory_utilization", "a number in (0, 1]"),
+        (o.max_step_ms >= 0, "max_step_ms", "0 (no bound) or a number of milliseconds"),
         (o.tune_seconds >= 0, "tune_seconds", "0 (measure none) or a number of seconds"),
         (o.compile_cache_limit_gb > 0, "compile_cache_limit_gb", "a number of more than 0"),
     ]
@@ -247,7 +248,7 @@ def _check_scheduler(options: EngineOptions) -> None:
             f"max_num_batched_tokens={tokens} < max_num_seqs={seqs}: every running "
             "request needs one token a step; raise the former or lower the latter"
         )
-    for name in _PROMPT_TOKENS:
+    for name in (*_PROMPT_TOKENS, "max_step_ms"):
         if getattr(options, name) and not options.enable_chunked_prefill:
             raise UserError(
                 f"{name}={getattr(options, name)} splits prompts, which "

@@ -202,6 +202,12 @@ class EngineOptions:
         "most tokens of a step of decodes and prompts, so that tokens come evenly; more while much "
         "waits; 0: no limit; 256 under `serve` and 0 elsewhere if unset",
     )
+    max_step_ms: float = _option(
+        0.0,
+        "scheduler",
+        "longest step of decodes and prompts in ms, as predicted from measured steps; prompts wait "
+        "for what it does not hold; 0: no bound",
+    )
     scheduling_policy: str = _option(
         "fcfs", "scheduler", "who runs first: by arrival, or by priority", ("fcfs", "priority")
     )

@@ -227,6 +227,7 @@ def _scheduler(options: EngineOptions, hardware: Hardware, max_model_len: int) -
         enable_chunked_prefill=options.enable_chunked_prefill,
         long_prefill_token_threshold=options.long_prefill_token_threshold,
         max_num_mixed_tokens=options.max_num_mixed_tokens or 0,
+        max_step_ms=options.max_step_ms,
         policy=options.scheduling_policy,
         prefix_caching=options.enable_prefix_caching,
         async_scheduling=options.async_scheduling,

@@ -141,6 +141,7 @@ class SchedulerConfig:
     enable_chunked_prefill: bool = field(metadata=outside_key(_EACH_START))
     long_prefill_token_threshold: int = field(metadata=outside_key(_EACH_START))
     max_num_mixed_tokens: int = field(metadata=outside_key(_EACH_START))
+    max_step_ms: float = field(metadata=outside_key(_EACH_START))
     policy: str = field(metadata=outside_key(_EACH_START))
     prefix_caching: bool = field(metadata=outside_key("blocks are looked up before a step"))
     async_scheduling: bool = field(metadata=outside_key(_EACH_START))

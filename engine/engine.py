@@ -169,6 +169,7 @@ class Engine(EngineLoop):
                 "outside": self.dispatcher.report_outside(),
             },
             "dispatch": self.dispatcher.report(),
+            "chunks": self._report_chunks(),
             "reads": {**to_builtins(self.core.reads), "copy_tb_s": self.copy_ceiling},
             "memory": {
                 **self.memory().to_json(),
@@ -210,6 +211,15 @@ class Engine(EngineLoop):
             return {}
         kinds = Counter(shard.kind for shard in self.spec.captured.shards)
         return {"split": dict(kinds), "whole": dict(self.spec.captured.unsplit)}
+
+    def _report_chunks(self) -> dict[str, Any]:
+        """The steps with decodes and prompts, by the tokens of these up to a power of two."""
+        stats = self.core.stats()
+        return {
+            "max_step_ms": self.config.scheduler.max_step_ms,
+            "steps": {str(size): count for size, count in stats.chunk_sizes.items()},
+            "over": stats.num_over_bound,
+        }
 
     def _report_tables(self) -> dict[str, Any]:
         said = ops.report_tables(torch.device(self.config.hardware.device))

@@ -32,6 +32,8 @@ class StepLimits:
             share; 0: as many as fit.
         max_num_mixed_tokens: most tokens of a step with decodes, while few decode and few wait; 0:
             ``max_num_batched_tokens``.
+        max_step_s: longest time of a step with decodes, in seconds, as far as prompts decide; 0: no
+            bound.  See ``StepPace``.
     """
 
     max_num_seqs: int
@@ -40,6 +42,7 @@ class StepLimits:
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
     max_num_mixed_tokens: int = 0
+    max_step_s: float = 0.0
 
     def __post_init__(self) -> None:
         numbers = self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len

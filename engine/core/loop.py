@@ -5,8 +5,9 @@ While a step runs, the one before is waited for, so that the device always has w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from time import perf_counter
 from typing import TypeAlias
 
 from msgspec.structs import asdict, replace
@@ -42,6 +43,7 @@ class EngineCore:
         grammars: for requests with structured output.
         reads: the bytes that a step has to read.
         vocab_size: columns of the logits.
+        now: the time in seconds, by which steps are timed.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class EngineCore:
         grammars: Grammars | None = None,
         reads: StepReads = NO_READS,
         vocab_size: int = 1 << 31,
+        now: Callable[[], float] = perf_counter,
     ) -> None:
         self.scheduler = scheduler
         scheduler.limits = self.limits = replace(scheduler.limits, vocab_size=vocab_size)
@@ -66,7 +69,7 @@ class EngineCore:
         self.is_sleeping = False
         """No request is taken while weights or KV cache are not there."""
         self.reads = reads
-        self._clock = StepClock(reads)
+        self._clock = StepClock(reads, now)
 
     def check_size(self, request: AddRequest) -> None:
         """Raise ``UserError`` if the request can never run here; any thread may ask."""
@@ -147,15 +150,17 @@ class EngineCore:
             try:
                 result = pending.result()
                 clock.lap("wait")
-                seconds = clock.ended(oldest, self._kind(oldest))
+                seconds, whole_seconds = clock.ended(oldest, self._kind(oldest))
+                self.scheduler.pace.note(oldest, seconds)
             except Exception as error:
                 del self._in_flight[0]
                 failed.insert(0, (oldest, error))
             else:
                 del self._in_flight[0]
                 tokens = self.scheduler.update(oldest, result)
-                if self.scheduler.drafts is not None and seconds:
-                    self.scheduler.drafts.observe_step(oldest, seconds, len(tokens.request_ids))
+                if self.scheduler.drafts is not None and whole_seconds:
+                    num_tokens = len(tokens.request_ids)
+                    self.scheduler.drafts.observe_step(oldest, whole_seconds, num_tokens)
                 if self._grammars is not None:
                     self._grammars.flush()
                 clock.lap("update")
@@ -227,6 +232,8 @@ class EngineCore:
             idle_s=self._clock.idle_s,
             busy_s=dict(self._clock.busy_s),
             read_bytes=dict(self._clock.read_bytes),
+            chunk_sizes=dict(sorted(scheduler.pace.sizes.items())),
+            num_over_bound=scheduler.pace.num_over,
         )
 
     @property
@@ -306,6 +313,7 @@ def make_core(
         asked.enable_chunked_prefill,
         asked.long_prefill_token_threshold,
         asked.max_num_mixed_tokens,
+        asked.max_step_ms / 1e3,
     )
     pool = BlockPool(num_blocks, config.cache.block_size, groups)
     scheduler = Scheduler(

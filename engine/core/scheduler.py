@@ -21,6 +21,7 @@ from .kv_blocks import BlockPool, SequenceBlocks
 from .prefix_cache import cache_full_blocks, find_prefix
 from .request import Request, RequestStatus
 from .scoring import add_rows, bounded_end, scored_by
+from .step_times import StepPace
 from .turns import gives_way, in_order, last_running, share_of_a_call
 from .waiting import WaitingQueue
 
@@ -50,6 +51,7 @@ class Scheduler:
         drafts: Drafts | None = None,
     ) -> None:
         self.pool, self.step_limits, self.drafts = pool, step_limits, drafts
+        self.pace = StepPace(step_limits.max_step_s)
         self.prefix_caching = prefix_caching and not pool.has_states
         self.heed_priority = heed_priority
         self.limits = RequestLimits(
@@ -136,6 +138,7 @@ class Scheduler:
         budget = room = self.step_limits.max_num_batched_tokens
         if self._has_part or (self.waiting.num_tokens and self._free_slots):
             room = self.step_limits.room(self.running.values(), self.waiting.num_tokens)
+            room = self.pace.room(self.running.values(), room)
         preempted_before = self.num_preemptions
         self._free_rows = self.step_limits.max_num_seqs - len(self.running)
         self._has_part = False

@@ -3,6 +3,7 @@ bytes the steps had to read in the time that they took."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from time import perf_counter
 
 from ..messages.step_reads import StepReads
@@ -24,20 +25,21 @@ class StepClock:
 
     Args:
         reads: tells the bytes of a step.
+        now: the time in seconds.
     """
 
-    def __init__(self, reads: StepReads) -> None:
-        self._reads = reads
+    def __init__(self, reads: StepReads, now: Callable[[], float] = perf_counter) -> None:
+        self._reads, self._now = reads, now
         self.busy_s, self.read_bytes = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0)
         self._busy_since = self._ended_at = 0.0
         self.phase_s = dict.fromkeys(PHASES, 0.0)
-        self._at = self._idle_since = perf_counter()
+        self._at = self._idle_since = now()
         self._idle_s, self._num_in_flight = 0.0, 0
         self._rested, self._outside_s = True, 0.0
 
     def start(self) -> None:
         """A step of the core begins."""
-        now = perf_counter()
+        now = self._now()
         self._outside_s += now - self._at
         self._at = now
 
@@ -46,45 +48,49 @@ class StepClock:
         self._rested = True
 
     def lap(self, phase: str) -> None:
-        now = perf_counter()
+        now = self._now()
         self.phase_s[phase] += now - self._at
         self._at = now
 
     def in_flight(self, count: int) -> None:
         """``count`` steps are launched, or about to be, and have not been waited for."""
         if not self._num_in_flight and count:
-            self._busy_since = perf_counter()
+            self._busy_since = self._now()
             self._idle_s += self._busy_since - self._idle_since
         elif self._num_in_flight and not count:
-            self._idle_since = perf_counter()
+            self._idle_since = self._now()
         self._num_in_flight = count
 
     def launching(self, step: ScheduledStep) -> None:
         """``step`` is about to be launched, and counted as in flight already."""
-        step.launched_at = perf_counter()
+        step.launched_at = self._now()
 
     def launched(self, step: ScheduledStep) -> None:
         """``step`` is on its way.  Its bytes are counted now, while the device computes."""
         self.lap("launch")
         step.read_bytes = self._reads.count(step.batch.starts, step.batch.query_lens)
 
-    def ended(self, step: ScheduledStep, kind: str) -> float:
-        """The result of ``step`` is there, by the last lap.  Returns the time since the end of the
-        step before, with what the core did in between and without what others did; 0 if there was
-        none since the last rest."""
+    def ended(self, step: ScheduledStep, kind: str) -> tuple[float | None, float | None]:
+        """The result of ``step`` is there, by the last lap.
+
+        Returns:
+            its time, None if that is not known; and the time since the end of the step before, with
+            what the core did in between and without what others did, None if there was no step
+            since the last rest.
+        """
         began, now = max(step.launched_at, self._ended_at), self._at
-        whole = 0.0 if self._rested else now - self._ended_at - self._outside_s
-        self._rested, self._outside_s = False, 0.0
+        whole = None if self._rested else now - self._ended_at - self._outside_s
+        self._rested, self._outside_s, self._ended_at = False, 0.0, now
         # A step that nobody waited for ended unseen, some time before those that came after it.
-        if step.launched_at >= self._busy_since:
-            self.busy_s[kind] += now - began
-            self.read_bytes[kind] += step.read_bytes
-        self._ended_at = now
-        return whole
+        if step.launched_at < self._busy_since:
+            return None, whole
+        self.busy_s[kind] += now - began
+        self.read_bytes[kind] += step.read_bytes
+        return now - began, whole
 
     @property
     def idle_s(self) -> float:
         """Time in which no step was in flight, which a device has spent idle; it may have spent
         more."""
-        now = self._idle_since if self._num_in_flight else perf_counter()
+        now = self._idle_since if self._num_in_flight else self._now()
         return self._idle_s + now - self._idle_since

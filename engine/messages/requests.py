@@ -182,7 +182,8 @@ class StepOutputs(Struct, frozen=True):
 class CoreStats(Struct, frozen=True):
     """The state of the scheduler and of its KV cache, and counts since the start.  ``num_held`` has
     the blocks of each group that requests hold, ``peak_held`` the most that they ever held.
-    ``phase_s``, ``idle_s``, ``busy_s`` and ``read_bytes`` are of ``StepClock``."""
+    ``phase_s``, ``idle_s``, ``busy_s`` and ``read_bytes`` are of ``StepClock``, ``chunk_sizes`` and
+    ``num_over_bound`` of ``StepPace``."""
 
     num_running: int
     num_waiting: int
@@ -198,6 +199,8 @@ class CoreStats(Struct, frozen=True):
     idle_s: float
     busy_s: dict[str, float]
     read_bytes: dict[str, float]
+    chunk_sizes: dict[int, int]
+    num_over_bound: int
     drafts: DraftStats | None = None
     """None: nobody drafts."""
 

@@ -50,7 +50,7 @@ PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=12, logprobs=0, stop=["7", "99"], ignore_eos=True),
 ]
 TIMEOUT_S = 120
-STATS = CoreStats(0, 0, 0, 0, [], [], 0, False, 0, 0, {}, 0.0, {}, {})
+STATS = CoreStats(0, 0, 0, 0, [], [], 0, False, 0, 0, {}, 0.0, {}, {}, {}, 0)
 
 
 class Engine:

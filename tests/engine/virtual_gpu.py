@@ -82,15 +82,22 @@ class Simulated:
 
 
 def simulate(
-    works: Sequence[Work], arrivals_s: Sequence[float], max_num_mixed_tokens: int
+    works: Sequence[Work],
+    arrivals_s: Sequence[float],
+    max_num_mixed_tokens: int,
+    max_step_ms: float = 0.0,
 ) -> Simulated:
     """Run requests that come at these times through the scheduler of an H200."""
-    scheduler = Scheduler(
-        BlockPool(50_000, 16),
-        StepLimits(512, 8192, max_model_len=4096, max_num_mixed_tokens=max_num_mixed_tokens),
+    limits = StepLimits(
+        512,
+        8192,
+        max_model_len=4096,
+        max_num_mixed_tokens=max_num_mixed_tokens,
+        max_step_s=max_step_ms / 1e3,
     )
+    scheduler = Scheduler(BlockPool(50_000, 16), limits)
     gpu = VirtualGpu()
-    core = EngineCore(scheduler, gpu)
+    core = EngineCore(scheduler, gpu, now=lambda: gpu.now_ms / 1e3)
     due = deque((time_s * 1e3, str(number)) for number, time_s in enumerate(arrivals_s))
     arrived = {name: at for at, name in due}
     stamps: dict[str, list[float]] = {name: [] for name in arrived}

@@ -57,6 +57,7 @@ _MORE_LABELS = {
     "fusewright:step_read_bytes": ("step",),
     "fusewright:step_busy_seconds": ("step",),
     "fusewright:copy_ceiling_unknown": ("why",),
+    "fusewright:mixed_steps": ("prompt_tokens",),
 }
 
 
@@ -327,6 +328,8 @@ def _of_counters(counters: Counters, num_open: int) -> list[tuple[Any, str, str,
         {(label,): value for label, value in sums.items()}
         for sums in (core.phase_s, core.busy_s, core.read_bytes)
     )
+    chunks = {(str(size),): count for size, count in core.chunk_sizes.items()}
+    over = core.num_over_bound
     return [
         (_gauge, "vllm:num_requests_running", "Outputs that run.", core.num_running),
         (_gauge, "vllm:num_requests_waiting", "Outputs that wait.", num_waiting),
@@ -338,6 +341,8 @@ def _of_counters(counters: Counters, num_open: int) -> list[tuple[Any, str, str,
         (_counter, "fusewright:step_phase_seconds", "Time in steps by phase.", phases),
         (_counter, "fusewright:step_busy_seconds", "Time that steps took.", busy_s),
         (_counter, "fusewright:step_read_bytes", "Bytes that steps had to read.", read_bytes),
+        (_counter, "fusewright:mixed_steps", "Steps of decodes and prompts by size.", chunks),
+        (_counter, "fusewright:steps_over_bound", "Of these, longer than --max-step-ms.", over),
         (_counter, "fusewright:idle_seconds", "Time without a step in flight.", core.idle_s),
         (_counter, "fusewright:rest_seconds", "Time without requests.", counters.rest_s),
         (_counter, "fusewright:steps", "Steps by kind and by how they ran.", kinds),
