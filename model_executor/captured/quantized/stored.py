@@ -48,11 +48,11 @@ def one_tensor_a_weight(
     """
     tensors, parts = dict(found), dict[str, dict[str, TensorInfo]]()
     laid: dict[str, LaidOut] = {}
-    experts = experts_laid_out(found, layout_of)
-    for name, weight in experts.items():
-        for info in weight.tensors.values():
-            del tensors[info.name]
-        tensors[name] = weight.logical
+    experts = experts_laid_out(found, lambda module: _layout(stored_as(module)))
+    for name, of_experts in experts.items():
+        for part in of_experts.tensors.values():
+            del tensors[part.name]
+        tensors[name] = of_experts.logical
     modules: dict[str, dict[str, TensorInfo]] = {}
     for name, info in found.items():
         module, _, suffix = name.rpartition(".")
@@ -80,6 +80,10 @@ def one_tensor_a_weight(
             del tensors[part.name]
         tensors[name], parts[name] = logical, there
     return Gathered(tensors, parts, laid, experts)
+
+
+def _layout(stored: Layout | StoredFormat | None) -> Layout | None:
+    return stored if isinstance(stored, Layout) else None
 
 
 def _has_weight(of_module: Mapping[str, TensorInfo], layout: Layout) -> bool:
