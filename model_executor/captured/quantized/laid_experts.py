@@ -58,7 +58,9 @@ def experts_laid_out(
     weights: dict[str, ExpertsLaidOut] = {}
     for name in found:
         module, _, suffix = name.rpartition("_")
-        layout = layout_of(module) if suffix in _KINDS.values() and module not in weights else None
+        is_new = suffix in _KINDS.values() and module not in weights
+        # A linear layer, whose tensors begin with "weight", is gathered by its module.
+        layout = layout_of(module) if is_new and not module.endswith(".weight") else None
         if layout is not None and layout.weight.packing and not layout.zero:
             weights[module] = _weight(module, layout.form, found)
     return weights
