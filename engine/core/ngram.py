@@ -11,6 +11,9 @@ from collections.abc import Sequence
 
 from .request import Request
 
+_MOST_NEW = 4096
+"""Tokens of a request that are indexed at once: of a longer prompt the rest follows in later steps,
+so that nobody waits for it."""
 _MOST_LOOKS = 16
 """Places of an n-gram that are compared, the latest first."""
 
@@ -73,10 +76,10 @@ class NgramDrafter:
         self._indices: dict[str, _Index] = {}
 
     def wants(self, request: Request) -> bool:
-        return self._index(request).place(self._longest) > 0
+        return self._place(request, self._index(request)) > 0
 
     def propose(self, requests: Sequence[Request], most: int) -> list[list[int]]:
-        return [self._continue(self._index(request), most) for request in requests]
+        return [self._continue(request, most) for request in requests]
 
     def settle(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         pass
@@ -85,17 +88,24 @@ class NgramDrafter:
         self._indices.pop(request.request_id, None)
 
     def _index(self, request: Request) -> _Index:
-        """The index of all that is known of a request."""
+        """The index of what is known of a request, or of the beginning of that."""
         index = self._indices.get(request.request_id)
         if index is None:
             index = self._indices[request.request_id] = _Index(self._shortest)
         start, end = len(index.tokens), request.num_known_tokens
         if start < end:
-            index.extend(request.tokens(start, end))
+            index.extend(request.tokens(start, min(end, start + _MOST_NEW)))
         return index
 
-    def _continue(self, index: _Index, most: int) -> list[int]:
-        at, tokens = index.place(self._longest), index.tokens
+    def _place(self, request: Request, index: _Index) -> int:
+        """``_Index.place``; 0 while the index is not complete."""
+        if len(index.tokens) < request.num_known_tokens:
+            return 0
+        return index.place(self._longest)
+
+    def _continue(self, request: Request, most: int) -> list[int]:
+        index = self._index(request)
+        at, tokens = self._place(request, index), index.tokens
         if not at:
             return []
         drafts = tokens[at : at + most]

@@ -269,7 +269,7 @@ class Matcher:
             self._mask, self.drafts = row, answer.drafts
             if answer.drafts:
                 masks = np.frombuffer(answer.draft_masks, np.int32)
-                self._draft_masks = masks.reshape(len(answer.drafts), -1)
+                self._draft_masks = [*masks.reshape(len(answer.drafts), -1)]
 
     def _ask_again(self) -> None:
         if self._grammar.error or self._is_closed:

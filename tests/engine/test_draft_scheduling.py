@@ -285,6 +285,15 @@ def test_an_index_costs_as_much_as_a_step_has_new_tokens() -> None:
         assert drafts == (tokens[at : at + 4] if at else []) or at + 4 > len(tokens)
 
 
+def test_a_long_prompt_is_indexed_over_several_steps() -> None:
+    drafter, request = NgramDrafter(4, 2), sequence([1, 2, 3] * 4000)
+    sizes = []
+    while not drafter.wants(request):
+        sizes.append(len(drafter._indices["a"].tokens))
+        assert drafter._indices["a"].tokens == request.tokens(0, sizes[-1])
+    assert sizes == [4096, 8192] and drafter.propose([request], 4) == [[1, 2, 3, 1]]
+
+
 def common_end(first: list[int], second: list[int], most: int) -> int:
     """How many last tokens of two sequences are the same, up to ``most``."""
     pairs = zip(reversed(first[-most:]), reversed(second[-most:]), strict=False)

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from .server_process import JSON, TIMEOUT_S, ServerProcess, is_idle, wait_for
 PROMPTS = [f"{a}{op}{b}=" for a in range(3, 60, 4) for b in range(2, 40, 7) for op in "+-"]
 BAD = [b"{", b"[]", b'{"prompt": ""}', b'{"prompt": "1", "n": -1}', b'{"prompt": "\xff"}']
 CLIENTS = 48
+FORM = '[{]"sum": [0-9]{1,3}, "digits": (one|two|three)[}]'
 
 
 def resident_bytes(pid: int) -> int:
@@ -52,7 +54,8 @@ class Storm:
             await asyncio.gather(*(self._client(client, each) for _ in range(CLIENTS)))
 
     async def _client(self, client: httpx.AsyncClient, numbers: Any) -> None:
-        kinds = (self._whole, self._streamed, self._chat, self._leave, self._cancel, self._bad)
+        right = (self._whole, self._streamed, self._chat, self._form)
+        kinds = (*right, self._leave, self._cancel, self._bad)
         for number in numbers:
             rng = random.Random(number)
             kind = rng.choice(kinds)
@@ -118,6 +121,15 @@ class Storm:
         ends_early = events[-1].get("error", {}).get("code") == "aborted"
         if not ends_early and events[-1]["choices"][0]["finish_reason"] != "length":
             self.wrong.append(f"a cancelled stream ended with {events[-1]}")
+
+    async def _form(self, client: httpx.AsyncClient, rng: random.Random) -> None:
+        """A form, some of which is forced."""
+        body = {"prompt": rng.choice(PROMPTS), "seed": rng.randrange(99), "max_tokens": 60}
+        body |= {"structured_outputs": {"regex": FORM}, "temperature": rng.choice((0, 1))}
+        answer = await client.post("/v1/completions", json=body)
+        self.answered += 1
+        if not re.fullmatch(FORM, text := answer.json()["choices"][0]["text"]):
+            self.wrong.append(f"{text!r} is not of the form")
 
     async def _bad(self, client: httpx.AsyncClient, rng: random.Random) -> None:
         answer = await client.post("/v1/completions", content=rng.choice(BAD), headers=JSON)

@@ -24,7 +24,8 @@ def rows_before(batch: Batch) -> Ints | None:
         return None
     numbers = np.arange(batch.num_seqs, dtype=np.int32)
     firsts = np.maximum.accumulate(np.where(np.r_[True, ~same], numbers, np.int32(0)))
-    return numbers - firsts
+    before: Ints = numbers - firsts
+    return before
 
 
 def seen_tokens(
