@@ -12,10 +12,13 @@ from .drafts import Drafter, Drafts
 from .kv_blocks import BlockPool
 from .model_drafter import ModelDrafter
 from .ngram import NgramDrafter
+from .replay import AlwaysDrafts, Judge
 from .step_costs import StepCosts, knee
 
 
 def _ngram(config: SpeculativeConfig, model: DraftRun | None) -> Drafter:
+    if config.acceptance:
+        return AlwaysDrafts()
     return NgramDrafter(config.prompt_lookup_max, config.prompt_lookup_min)
 
 
@@ -59,4 +62,5 @@ def make_drafts(
     if config.adaptive:
         costs = StepCosts(knee(_FLAT_ROWS), model.share if model is not None else 0.0)
         policy = DraftPolicy(most, costs)
-    return Drafts(drafter, most, policy, vocab_size=vocab_size)
+    judge = Judge(config.acceptance) if config.acceptance else None
+    return Drafts(drafter, most, policy, vocab_size, judge)

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from ..messages.draft_stats import DraftStats
 from .batch import Drafted, ScheduledRequest, ScheduledStep
 from .kv_blocks import BlockPool
+from .replay import Judge
 from .request import Request
 
 _log = logging.getLogger(__name__)
@@ -88,6 +89,8 @@ class Always:
 
 def class_of(request: Request) -> str:
     """The class of requests whose drafts are right about as often."""
+    if request.matcher is not None:
+        return "grammar"
     return "greedy" if request.sampling_params.greedy else "sampled"
 
 
@@ -117,6 +120,7 @@ class Drafts:
         most: most drafts of a request in a step.
         policy: chooses how many; None: always ``most``.
         vocab_size: columns of the logits; a draft beyond them is an error of the drafter.
+        judge: says which drafts are right, for measurements; None: what the model samples does.
     """
 
     def __init__(
@@ -125,8 +129,10 @@ class Drafts:
         most: int,
         policy: Policy | None = None,
         vocab_size: int = 1 << 31,
+        judge: Judge | None = None,
     ) -> None:
         self._drafter: Drafter | None = drafter
+        self._judge = judge
         self.policy = policy or Always(most)
         self.most, self._vocab_size, self._method = most, vocab_size, drafter.method
         self._num_in_flight = 0  # steps with drafts
@@ -261,7 +267,7 @@ class Drafts:
     def ask(self, request: Request) -> None:
         """Ask the grammar of a request, with its next mask, which drafts may come: those that it
         forces, or what is guessed, if that costs nothing."""
-        most = self._most_now
+        most = self._most_for(request)
         if self._drafter is None or request.matcher is None or not most or why_none(request):
             return
         guess: Sequence[int] = ()
@@ -272,6 +278,14 @@ class Drafts:
             self._switch_off(error)
             return
         request.matcher.guess(guess, most)
+
+    def accepts(self, entry: ScheduledRequest, first: int) -> bool:
+        """Whether a row's draft is right, by the tokens that are known by now; the drafts of its
+        request begin at position ``first``."""
+        request, start = entry.request, entry.start
+        if self._judge is not None and request.matcher is None:
+            return self._judge.accepts(request, start, start - first)
+        return request.accepts(start, entry.draft)
 
     def settle(self, drafted: list[Drafted]) -> None:
         """The tokens of a step are known, and applied to its requests."""
@@ -331,6 +345,7 @@ class Drafts:
     def stats(self) -> DraftStats:
         return DraftStats(
             policy=self.policy.report(),
+            is_replayed=self._judge is not None,
             method=self._method,
             most=self.most,
             num_steps=self._num_steps,

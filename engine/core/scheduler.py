@@ -218,13 +218,15 @@ class Scheduler:
         self._news.scored.extend(scored_by(step, result))
         request_ids: list[str] = []
         rows: list[int] = []
+        first_draft = 0
         for row, (entry, token_id) in enumerate(zip(scheduled, token_ids, strict=True)):
             if not entry.num_sampled:
                 continue
             request = entry.request
             if entry.draft == NO_DRAFT:
                 request.num_in_flight, request.num_drafts = request.num_in_flight - 1, 0
-            elif request.accepts(entry.start, entry.draft):
+                first_draft = entry.start + 1
+            elif self.drafts is not None and self.drafts.accepts(entry, first_draft):
                 request.num_computed_tokens += request.status is RequestStatus.RUNNING
             else:
                 continue

@@ -30,12 +30,17 @@ class Load(NamedTuple):
     num_waiting: int = 0
     num_kv_blocks: int = 0
     num_free_kv_blocks: int = 0
+    num_draft_steps: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
 
     @classmethod
     def of(cls, stats: CoreStats, num_prompt_tokens: int = 0, num_output_tokens: int = 0) -> Load:
         """The load of one core, and the tokens that were counted elsewhere."""
-        own = (getattr(stats, name) for name in cls._fields[2:])
-        return cls(num_prompt_tokens, num_output_tokens, *own)
+        own = (getattr(stats, name) for name in cls._fields[2:-3])
+        drafts = stats.drafts
+        counts = (drafts.num_steps, drafts.num_drafted, drafts.num_accepted) if drafts else ()
+        return cls(num_prompt_tokens, num_output_tokens, *own, *counts)
 
     @property
     def is_idle(self) -> bool:
@@ -50,15 +55,17 @@ def log_load(now: Load, before: Load, seconds: float) -> None:
     used = 100 * (1 - now.num_free_kv_blocks / max(now.num_kv_blocks, 1))
     prompt = (now.num_prompt_tokens - before.num_prompt_tokens) / seconds
     output = (now.num_output_tokens - before.num_output_tokens) / seconds
+    said, drafts = _drafts(now, before)
     _log.info(
         "running %d, waiting %d; in %.1f tokens/s, out %.1f tokens/s; KV cache %.1f %% in use, "
-        "prefix cache hits %s",
+        "prefix cache hits %s%s",
         now.num_running,
         now.num_waiting,
         prompt,
         output,
         used,
         "-" if hits is None else f"{hits:.1f} %",
+        said,
         extra=facts(
             running=now.num_running,
             waiting=now.num_waiting,
@@ -66,8 +73,22 @@ def log_load(now: Load, before: Load, seconds: float) -> None:
             output_tokens_per_s=round(output, 1),
             kv_cache_percent=round(used, 1),
             prefix_hit_percent=None if hits is None else round(hits, 1),
+            **drafts,
         ),
     )
+
+
+def _drafts(now: Load, before: Load) -> tuple[str, dict[str, float]]:
+    """What became of the drafts of an interval, as the end of its line and as facts; nothing if
+    there were none."""
+    drafted = now.num_drafted - before.num_drafted
+    steps = now.num_draft_steps - before.num_draft_steps
+    if drafted <= 0 or steps <= 0:
+        return "", {}
+    accepted = now.num_accepted - before.num_accepted
+    rate, length = 100 * accepted / drafted, 1 + accepted / steps
+    text = f"; {rate:.1f} % of {drafted} drafts accepted, {length:.2f} tokens a request and step"
+    return text, {"draft_acceptance_percent": round(rate, 1), "accepted_length": round(length, 2)}
 
 
 class StatsLog:

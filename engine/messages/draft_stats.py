@@ -20,6 +20,8 @@ class DraftStats(Struct, frozen=True):
         error: why the drafter was switched off, or "".
         policy: how many drafts were chosen and by what, as plain data; empty where their number is
             fixed.
+        is_replayed: drafts are judged by an acceptance that was asked for, and outputs are not the
+            model's.
     """
 
     method: str
@@ -31,6 +33,7 @@ class DraftStats(Struct, frozen=True):
     without: dict[str, int]
     error: str = ""
     policy: dict[str, Any] = {}
+    is_replayed: bool = False
 
     @property
     def num_drafted(self) -> int:
@@ -54,4 +57,5 @@ class DraftStats(Struct, frozen=True):
             "without": dict(self.without),
             "error": self.error,
             "policy": self.policy,
+            "replayed": self.is_replayed,
         }

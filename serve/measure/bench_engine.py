@@ -14,6 +14,7 @@ from ...config.numbers import MOST_COUNT, MOST_REQUESTS, check_counts
 from ..console.flags import model_flags
 from ..console.options import check_to_measure, load
 from ..console.table import table
+from .drafts import Acceptance, drafts_text, since, with_acceptance
 from .measured import Comparison, Result, fastest, rows_table, times_table
 from .workload import Runs, Workload
 
@@ -38,12 +39,14 @@ def latency(
     output_len: Annotated[int, typer.Option(help="Output tokens.")] = 129,
     repeats: Annotated[int, typer.Option(help="Runs, of which the best counts.")] = 2,
     *,
+    acceptance: Acceptance = None,
     result: Result,
     plot: Annotated[Path | None, typer.Option(help="Plot TPOT over batch to this PNG.")] = None,
     comparison: Comparison,
 ) -> None:
     """Time per output token and to the first token, for batches of equal requests."""
     comparison.end_if_asked(result)
+    engine = with_acceptance(engine, acceptance)
     check_to_measure(engine)
     check_counts(1, input_len=input_len, repeats=repeats)
     check_counts(2, output_len=output_len)  # the first is TTFT
@@ -54,12 +57,17 @@ def latency(
 
     llm = _engine(engine)
     rows = []
+    before = llm.report()["drafts"]
     for batch in batch_size or [1]:
         row = measure_latency(
             llm, batch, input_len=input_len, output_len=output_len, repeats=repeats
         )
-        rows.append(row)
+        after = llm.report()["drafts"]
+        drafts, before = since(after, before), after
+        rows.append({**row, "drafts": drafts} if drafts else row)
         result.say(f"batch {batch}: TPOT {row['tpot_ms']:.3f} ms, TTFT {row['ttft_ms']:.2f} ms")
+        if drafts:
+            result.say(drafts_text(drafts, row["tpot_ms"]))
     result.keep(engine, plot, rows=rows, engine=llm.report())
 
 

@@ -14,6 +14,7 @@ from ...config import UserError
 from ..console.flags import model_flags
 from ..console.options import check_to_measure
 from ..console.table import table
+from .drafts import Acceptance, drafts_text, since, with_acceptance
 from .measured import Result, fastest, times_table
 from .workload import Runs, Workload
 
@@ -74,6 +75,7 @@ def serve(
     offline: Annotated[
         bool, typer.Option("--offline", help="Compare with LLM.generate of the same requests.")
     ] = False,
+    acceptance: Acceptance = None,
     result: Result,
     plot: Annotated[
         Path | None, typer.Option(help="Plot throughput over latency, and TTFT, to this PNG.")
@@ -85,6 +87,9 @@ def serve(
     """
     # What a server captures beside requests is no part of what it takes once it is warm.
     warm = {} if servers.base_url else {"lazy_capture": False}
+    if acceptance is not None and servers.base_url:
+        raise UserError("acceptance: is of a server that is started; leave base_url out")
+    engine = with_acceptance(engine, acceptance)
     options = {**workload.implied, **warm, **engine}
     check_to_measure(options)
     if offline and (servers.base_url or workload.rates):
@@ -116,13 +121,27 @@ def serve(
                 arrivals(len(works), rate, workload.burstiness, seed=number)
                 for number in range(runs.repeats)
             ]
+            before = _drafts(target, server)
             row = _best((target, server), works, times, servers.max_concurrency, limits)
-            rows.append({**about, **row})
+            drafts = since(_drafts(target, server), before)
+            rows.append({**about, **row} | ({"drafts": drafts} if drafts else {}))
             result.say(_text(rows[-1]))
+            if drafts:
+                result.say(drafts_text(drafts))
         if offline:
             compared |= _beside(compared["offline"], rows[0], target, single)
             result.say(_beside_text(compared))
     result.keep(options, plot, rows=rows, **compared)
+
+
+def _drafts(target: HttpTarget, server: Server | None) -> dict[str, Any] | None:
+    """What a server that was started reports of its drafts."""
+    from ...bench.http_load import get_json
+
+    if server is None:
+        return None
+    report: dict[str, Any] | None = get_json(target, "/server_info")["engines"][0]["drafts"]
+    return report
 
 
 def _stretched(works: Sequence[Work], length: int) -> list[int]:

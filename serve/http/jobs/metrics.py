@@ -32,6 +32,7 @@ from ....engine.messages.open_outputs import OpenOutputs, output_id
 from ....engine.messages.requests import StepOutputs
 from ....engine.process.client import EngineClient
 from ....engine.process.wire import Counters
+from . import draft_metrics
 
 _FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
@@ -58,6 +59,7 @@ _MORE_LABELS = {
     "fusewright:step_busy_seconds": ("step",),
     "fusewright:copy_ceiling_unknown": ("why",),
     "fusewright:mixed_steps": ("prompt_tokens",),
+    **draft_metrics.LABELS,
 }
 
 
@@ -346,6 +348,7 @@ def _of_counters(counters: Counters, num_open: int) -> list[tuple[Any, str, str,
         (_counter, "fusewright:idle_seconds", "Time without a step in flight.", core.idle_s),
         (_counter, "fusewright:rest_seconds", "Time without requests.", counters.rest_s),
         (_counter, "fusewright:steps", "Steps by kind and by how they ran.", kinds),
+        *draft_metrics.of_drafts(core.drafts),
     ]
 
 
