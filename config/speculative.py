@@ -110,6 +110,27 @@ def read_speculative(text: str | None) -> SpeculativeConfig | None:
     return SpeculativeConfig(**values)
 
 
+def with_fields(text: str | None, values: dict[str, Any]) -> str:
+    """A JSON object with further fields.
+
+    Raises:
+        UserError: it is none, or has another value of one of them.
+    """
+    try:
+        config = json.loads(text or "{}")
+    except ValueError as error:
+        raise UserError(f"speculative_config={text!r}: not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise UserError(f"speculative_config={text!r}: expected an object, such as {_EXAMPLE}")
+    for name, value in values.items():
+        if config.setdefault(name, value) != value:
+            raise UserError(
+                f"speculative_config: {name}={config[name]!r} contradicts {value!r}: give one of "
+                "them"
+            )
+    return json.dumps(config)
+
+
 def _known(values: dict[str, Any]) -> dict[str, Any]:
     """The fields that are read here; those of vLLM's that mean nothing here are left out.
 

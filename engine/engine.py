@@ -34,8 +34,7 @@ from .grammar.matchers import Grammars
 from .ranks.executor import StartedRanks
 from .ranks.leader import Leader
 from .ranks.start import OneRank, on_all, start_ranks
-from .worker.draft_model import read_draft_model
-from .worker.drafting import DraftingRunner
+from .worker.draft_model import DraftingRunner, read_draft_model
 from .worker.hardware import detect_hardware
 from .worker.memory import report_kv_groups
 from .worker.progress import Progress, show_progress

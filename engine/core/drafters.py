@@ -7,13 +7,13 @@ from collections.abc import Callable
 from ...config import UserError
 from ...config.speculative import SpeculativeConfig
 from ..messages.draft_run import DraftRun
-from .draft_policy import DraftPolicy
+from .drafting.model_drafter import ModelDrafter
+from .drafting.policy import DraftPolicy
+from .drafting.replay import AlwaysDrafts, Judge
+from .drafting.step_costs import StepCosts, knee
 from .drafts import Drafter, Drafts
 from .kv_blocks import BlockPool
-from .model_drafter import ModelDrafter
 from .ngram import NgramDrafter
-from .replay import AlwaysDrafts, Judge
-from .step_costs import StepCosts, knee
 
 
 def _ngram(config: SpeculativeConfig, model: DraftRun | None) -> Drafter:

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 from ..messages.draft_stats import DraftStats
 from .batch import Drafted, ScheduledRequest, ScheduledStep
+from .drafting.replay import Judge
 from .kv_blocks import BlockPool
-from .replay import Judge
 from .request import Request
 
 _log = logging.getLogger(__name__)

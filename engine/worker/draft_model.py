@@ -27,7 +27,7 @@ from ...model_executor.loader import Model
 from ...model_executor.spec import ModelSpec
 from ..messages.cache_group import CacheGroup
 from ..messages.draft_run import DraftRun
-from ..messages.step import Batch, Ints, NewSequence
+from ..messages.step import Batch, Ints, NewSequence, PendingStep, Runner
 from .graph_mode import graph_mode
 from .model_runner import BlockTables, LaunchedStep, ModelRunner
 from .progress import Progress
@@ -261,3 +261,24 @@ class DraftModel:
         if flying is not None:
             tokens.append(flying.result().token_ids)
         return tokens
+
+
+class DraftingRunner:
+    """A ``Runner`` of a target that has a draft model.  An error of the latter reaches whoever asks
+    it for drafts, and no step of the target.
+
+    Args:
+        runner: the target's, on all ranks.
+        draft: runs on this rank alone.
+    """
+
+    def __init__(self, runner: Runner, draft: DraftModel) -> None:
+        self._runner, self._draft = runner, draft
+
+    def launch(self, batch: Batch) -> PendingStep:
+        for sequence in batch.new:
+            self._draft.admit(sequence)
+        return self._runner.launch(batch)
+
+    def check(self) -> None:
+        self._runner.check()

@@ -18,6 +18,7 @@ import typer
 from ...config import EngineOptions, OptionSpec, option_specs
 from ...config.options import SYNONYMS
 from ...config.ports import at_revision
+from ...config.speculative import with_fields
 from .help import HELP_ALL
 from .options import merge
 
@@ -68,7 +69,19 @@ SAMPLING: tuple[OptionSpec, ...] = (
 REVISION = OptionSpec(
     "revision", "--revision", "str", None, "model", "branch, tag or commit on the Hub", ()
 )
-ENGINE_FLAGS = (*option_specs(), REVISION)
+
+
+def _spec(name: str, kind: str, text: str) -> OptionSpec:
+    return OptionSpec(name, "--" + name.replace("_", "-"), kind, None, "scheduler", text, ())
+
+
+DRAFT_FLAGS = {
+    "method": _spec("spec_method", "str", "method of --speculative-config: ngram, draft_model"),
+    "num_speculative_tokens": _spec("spec_k", "int", "its num_speculative_tokens"),
+    "model": _spec("spec_model", "str", "its model: folder or ORG/NAME of a draft model"),
+}
+"""Short flags for fields of ``speculative_config``."""
+ENGINE_FLAGS = (*option_specs(), REVISION, *DRAFT_FLAGS.values())
 
 _SHORT = {"optimization_level": "-O"}
 _METAVARS = {
@@ -143,13 +156,17 @@ def takes_model(command: Command) -> Command:
 
 
 def _takes_revision(command: Command) -> Command:
-    """Makes ``--revision`` a part of the model's name."""
+    """Makes ``--revision`` a part of the model's name, and the short flags of drafts one of
+    ``--speculative-config``."""
 
     @functools.wraps(command)
     def wrapper(*, engine: dict[str, Any], **arguments: Any) -> Any:
         engine = dict(engine)
         if (revision := engine.pop(REVISION.name, None)) is not None:
             engine["model"] = at_revision(engine.get("model", EngineOptions().model), revision)
+        short = {name: engine.pop(spec.name, None) for name, spec in DRAFT_FLAGS.items()}
+        if short := {name: value for name, value in short.items() if value is not None}:
+            engine["speculative_config"] = with_fields(engine.get("speculative_config"), short)
         return command(engine=engine, **arguments)
 
     return _declared(wrapper, inspect.signature(command, eval_str=True).parameters.values())

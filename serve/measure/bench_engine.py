@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,14 +32,27 @@ def _engine(options: dict[str, Any]) -> Any:
     return load({"enable_prefix_caching": False, "gpu_memory_utilization": 0.85, **options})
 
 
+@dataclass(frozen=True)
+class Equal:
+    """Flags of batches of equal requests."""
+
+    batch_size: Annotated[list[int] | None, typer.Option(help="Equal requests at a time.")] = None
+    input_len: Annotated[int, typer.Option(help="Prompt tokens.")] = 128
+    output_len: Annotated[int, typer.Option(help="Output tokens.")] = 129
+    repeats: Annotated[int, typer.Option(help="Runs, of which the best counts.")] = 2
+
+    def check(self) -> None:
+        check_counts(1, input_len=self.input_len, repeats=self.repeats)
+        check_counts(2, output_len=self.output_len)  # the first is TTFT
+        for batch in self.batch_size or ():
+            check_counts(1, MOST_REQUESTS, batch_size=batch)
+
+
 @model_flags
 def latency(
     engine: dict[str, Any],
-    batch_size: Annotated[list[int] | None, typer.Option(help="Equal requests at a time.")] = None,
-    input_len: Annotated[int, typer.Option(help="Prompt tokens.")] = 128,
-    output_len: Annotated[int, typer.Option(help="Output tokens.")] = 129,
-    repeats: Annotated[int, typer.Option(help="Runs, of which the best counts.")] = 2,
     *,
+    equal: Equal,
     acceptance: Acceptance = None,
     result: Result,
     plot: Annotated[Path | None, typer.Option(help="Plot TPOT over batch to this PNG.")] = None,
@@ -48,19 +62,20 @@ def latency(
     comparison.end_if_asked(result)
     engine = with_acceptance(engine, acceptance)
     check_to_measure(engine)
-    check_counts(1, input_len=input_len, repeats=repeats)
-    check_counts(2, output_len=output_len)  # the first is TTFT
-    for batch in batch_size or ():
-        check_counts(1, MOST_REQUESTS, batch_size=batch)
+    equal.check()
     result.check(plot)
     from ...bench.latency import measure_latency
 
     llm = _engine(engine)
     rows = []
     before = llm.report()["drafts"]
-    for batch in batch_size or [1]:
+    for batch in equal.batch_size or [1]:
         row = measure_latency(
-            llm, batch, input_len=input_len, output_len=output_len, repeats=repeats
+            llm,
+            batch,
+            input_len=equal.input_len,
+            output_len=equal.output_len,
+            repeats=equal.repeats,
         )
         after = llm.report()["drafts"]
         drafts, before = since(after, before), after

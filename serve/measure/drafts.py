@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 
 from ...config import UserError
-from ...config.speculative import MOST_DRAFTS
+from ...config.speculative import MOST_DRAFTS, with_fields
 
 Acceptance = Annotated[
     str | None,
@@ -46,14 +45,8 @@ def with_acceptance(engine: dict[str, Any], acceptance: str | None) -> dict[str,
             f"acceptance={acceptance[:20]}…: {len(rates)} drafts; expected {MOST_DRAFTS} at most"
         )
     text = engine.get("speculative_config") or '{"method": "ngram"}'
-    try:
-        config = json.loads(text)
-    except ValueError:
-        return engine  # what reads it says so
-    if not isinstance(config, dict):
-        return engine
-    config |= {"num_speculative_tokens": len(rates), "acceptance": rates}
-    return {**engine, "speculative_config": json.dumps(config)}
+    fields = {"num_speculative_tokens": len(rates), "acceptance": rates}
+    return {**engine, "speculative_config": with_fields(text, fields)}
 
 
 def since(after: Mapping[str, Any] | None, before: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 
-from fusewright.engine.core.draft_policy import DraftPolicy
-from fusewright.engine.core.step_costs import StepCosts, bucket_of, knee
+from fusewright.engine.core.drafting.policy import DraftPolicy
+from fusewright.engine.core.drafting.step_costs import StepCosts, bucket_of, knee
 
 MAX_K = 5
 COSTS: dict[str, Callable[[int], float]] = {

@@ -26,6 +26,20 @@ Capture = pytest.CaptureFixture[str]
         ),
         ("bench latency --batch-size 1 --batch-size -2", "batch_size=-2: expected at least 1"),
         ("bench latency --batch-size 99999999", "batch_size=99999999: expected at most 100000"),
+        (
+            "bench latency --acceptance 0.8,x",
+            "acceptance=0.8,x: 'x' is none; expected",
+        ),
+        ("bench latency --acceptance 1.5", "acceptance=1.5: '1.5' is none"),
+        (
+            "bench serve --acceptance 0.5 --base-url http://x",
+            "acceptance: is of a server that is started",
+        ),
+        (
+            "bench latency --acceptance 0.5,0.4 --spec-k 3 --spec-method ngram",
+            "num_speculative_tokens=3 contradicts 2",
+        ),
+        ("bench latency --spec-method eagle3", "method='eagle3': its heads read the hidden states"),
         ("bench latency --input-len 0", "input_len=0: expected at least 1"),
         ("bench latency --input-len 99999999999", "input_len=99999999999: expected at most"),
         ("bench latency --output-len 1", "output_len=1: expected at least 2"),

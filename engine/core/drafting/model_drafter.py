@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...config import NO_SLOT
-from ..messages.draft_run import DraftRun
-from ..messages.step import Batch
-from .batch import unsent_blocks
-from .kv_blocks import SequenceBlocks
-from .request import Request
+from ....config import NO_SLOT
+from ...messages.draft_run import DraftRun
+from ...messages.step import Batch
+from ..batch import unsent_blocks
+from ..kv_blocks import SequenceBlocks
+from ..request import Request
 
 
 @dataclass

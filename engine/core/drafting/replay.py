@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .request import Request
+from ..request import Request
 
 _MASK = (1 << 64) - 1
 
