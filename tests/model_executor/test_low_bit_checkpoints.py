@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from fusewright.config import UserError
 from fusewright.config.weight_format import STORED_FORMATS
 from fusewright.model_executor.hf_config import read_spec
 from fusewright.model_executor.loader import load_model
 from fusewright.model_executor.parallel import check_parallel
 from fusewright.model_executor.quant.scheme import LINEARS
+from fusewright.model_executor.spec import quantize_online
 from fusewright.ops.linear.formats import dequantize
-from tests.model_executor.low_bit_checkpoints import DIALECTS, Dialect, save
+from tests.model_executor.low_bit_checkpoints import BY_NAME, DIALECTS, TINY, Dialect, save
 from tests.model_executor.quant_checkpoints import FUSED
 from tests.model_executor.test_parallel import ranks_of
 
@@ -79,3 +86,150 @@ def test_ranks_hold_every_dialect_together(dialect: Dialect, tmp_path: Path) -> 
             pairs = [torch.cat(pair, dim) for pair in zip(*splits, strict=True)]
             joined = torch.cat(pairs)
         assert torch.equal(joined, numbers), name
+
+
+def _of_q(target: str, how: tuple[int, dict[str, Any]] = (8, {"strategy": "channel"})) -> Any:
+    """Groups of which one is of ``target`` alone."""
+    groups: Any = json.loads(json.dumps(BY_NAME["mixed precision"].section["config_groups"]))
+    groups["group_0"]["targets"] = [target]
+    groups["group_0"]["weights"] |= {"num_bits": how[0], **how[1]}
+    return groups
+
+
+AWQ, GPTQ = BY_NAME["AutoAWQ 32"], BY_NAME["GPTQ v1 int4 g128"]
+PACKED, ACT_ORDER = BY_NAME["pack-quantized int4 g128"], BY_NAME["GPTQ v1 int4 g32 act-order"]
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("dialect", "section", "expected"),
+    [
+        (AWQ, {"bits": 3}, "bits is 3; expected 4; use a checkpoint of so many bits"),
+        (GPTQ, {"bits": 2}, "bits is 2; expected 4 or 8; use a checkpoint"),
+        (AWQ, {"group_size": 48}, "group_size is 48; expected 32, 64, 128, or -1 for a whole row"),
+        (AWQ, {"version": "gemv"}, "version is 'gemv'; expected gemm"),
+        (AWQ, {"zero_point": False}, "zero_point is False; expected true"),
+        (GPTQ, {"checkpoint_format": "marlin"}, "is 'marlin'; expected gptq or gptq_v2"),
+        (GPTQ, {"lm_head": True}, "lm_head is True; expected false: lm_head stays in 16 bits"),
+        (GPTQ, {"dynamic": {"-:x": {}}}, "expected null: one number of bits and one group size"),
+        (PACKED, {"format": "marlin-24"}, "format is 'marlin-24'; expected one of float-quantized"),
+        (
+            BY_NAME["ModelOpt NVFP4"],
+            {"group_size": 32},
+            "group_size is 32; expected 16 with NVFP4",
+        ),
+        (
+            BY_NAME["mixed precision"],
+            {"config_groups": _of_q("re:.*q_proj$")},
+            "self_attn.v_proj as int4_g64, which are one matrix here; expected one format",
+        ),
+        (
+            BY_NAME["mixed precision"],
+            {"config_groups": _of_q("re:.*q_proj$", (3, {"strategy": "channel"}))},
+            "group_0.weights.num_bits is 3; expected 4 or 8",
+        ),
+    ],
+)
+def test_what_a_config_asks_for_and_is_not_there_is_named(
+    dialect: Dialect, section: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    save(dialect, tmp_path, **section)
+    with pytest.raises(UserError, match=re.escape(expected)):
+        read_spec(tmp_path)
+
+
+def _scale(value: float) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{DOWN}.scales"][0, 3] = value
+
+    return change
+
+
+def _replaced(suffix: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], None]:
+    return lambda tensors: tensors.update({f"{DOWN}.{suffix}": tensor})
+
+
+def _sorted_apart(tensors: dict[str, Tensor]) -> None:
+    name = "model.layers.0.self_attn.k_proj.g_idx"
+    tensors[name] = tensors[name].flip(0).contiguous()
+
+
+@pytest.mark.parametrize(
+    ("dialect", "change", "expected"),
+    [
+        (AWQ, lambda t: t.pop(f"{DOWN}.scales"), f"the checkpoint lacks {DOWN}.scales, which"),
+        (AWQ, lambda t: t.pop(f"{DOWN}.qzeros"), f"the checkpoint lacks {DOWN}.qzeros, which"),
+        (AWQ, _scale(0.0), "holds 0.0, expected positive numbers"),
+        (AWQ, _scale(float("nan")), "holds nan, expected positive numbers"),
+        (
+            AWQ,
+            _replaced("qweight", torch.zeros(256, 16, dtype=torch.int64)),
+            "is of type I64, expected I32 of AutoAWQ in the format int4_zero_g32",
+        ),
+        (
+            AWQ,
+            _replaced("scales", torch.ones(4, 128).half()),
+            "has shape [4, 128], expected [8, 128] for a weight [128, 256]",
+        ),
+        (
+            AWQ,
+            _replaced("pre_quant_scale", torch.ones(256)),
+            "scales the input of the layer, for which there is no op; export the model with",
+        ),
+        (
+            GPTQ,
+            _replaced("qzeros", torch.zeros(2, 16, dtype=torch.int32)),
+            "has a zero point 1, expected 8 with sym = true; set sym to false",
+        ),
+        (
+            ACT_ORDER,
+            _replaced("g_idx", torch.zeros(256, dtype=torch.int32)),
+            "does not have 32 columns of each group",
+        ),
+        (ACT_ORDER, _sorted_apart, "sort columns in two orders, but the weights are one matrix"),
+        (AWQ, _replaced("extra", torch.ones(1)), f"the checkpoint has weight {DOWN}.extra"),
+    ],
+)
+def test_what_is_wrong_with_a_tensor_is_named(
+    dialect: Dialect,
+    change: Callable[[dict[str, Tensor]], Any],
+    expected: str,
+    tmp_path: Path,
+) -> None:
+    save(dialect, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=re.escape(expected)):
+        load_model(read_spec(tmp_path), tmp_path, "cpu")
+
+
+def test_an_order_that_no_rows_can_follow_is_refused(tmp_path: Path) -> None:
+    """Where gate and up are not quantized; and where columns of ``o`` would cross ranks."""
+    save(ACT_ORDER, tmp_path, modules_to_not_convert=["gate_proj", "up_proj"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if "gate_proj" in name or "up_proj" in name]:
+        del tensors[name]
+        tensors[f"{name.rpartition('.')[0]}.weight"] = torch.zeros(256, 128)
+    save_file(tensors, tmp_path / "model.safetensors")
+    spec = read_spec(tmp_path)
+    with pytest.raises(UserError, match=r"mlp\.gate_up is not quantized; use .*desc_act=false"):
+        load_model(spec, tmp_path, "cpu")
+    with pytest.raises(UserError, match=r"attention\.o are sorted by activation"):
+        check_parallel(spec, 2)
+
+
+def test_a_start_says_what_is_gathered_and_what_stays_in_16_bits(tmp_path: Path) -> None:
+    save(ACT_ORDER, tmp_path / "order")
+    spec = read_spec(tmp_path / "order")
+    assert spec.quant is not None and spec.quant.gathered[:3] == LINEARS[:3]
+    assert "one more launch each; mlp.down takes the order" in spec.notes[0]
+    save(BY_NAME["int-quantized int8 channel W8A8"], tmp_path / "w8a8")
+    assert "activations too, which stay in 16 bits here" in read_spec(tmp_path / "w8a8").notes[0]
+    TINY.save(tmp_path / "plain")
+    plain = replace(read_spec(tmp_path / "plain"), intermediate_size=224)
+    (note,) = quantize_online(plain, "int4_g64").notes
+    assert note == (
+        "quantization=int4_g64 leaves mlp.down in float32: weight_scale of mlp.down would have 224 "
+        "columns, of which 64 share an element of weight_scale in the format 'int4_g64'"
+    )
