@@ -138,7 +138,7 @@ class Linear(Stage):
         if self.group_size is not None and scale is None:
             x, scale = visit(QUANTIZE["dynamic"], x, self.group_size)
         weights = (operands["weight"], operands.get("bias"), scale, operands.get("weight_scale"))
-        how = (dtype, self.activation, None)
+        how: tuple[Any, ...] = (dtype, self.activation, None)
         if self.weight_format is not None:
             stored = (operands.get("weight_zero"), self.weight_format)
             how = (*how, *stored, operands.get("weight_row_scale"))

@@ -14,8 +14,8 @@ import triton.language as tl
 from .activation import gated, plain
 from .dependent import prefetch, wait_for_previous
 from .groups import Added, Normed, Rows, Scales
+from .linear_fp8 import first_of_tile, sum_of_splits
 from .lowbit import numbers_of, scales_in_float32
-from .splits import first_of_tile, sum_of_splits
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -38,6 +38,68 @@ def _by_field(tile, PER_WORD: tl.constexpr):
     WORDS: tl.constexpr = tile.shape[1] // PER_WORD
     by_word = tl.reshape(tile, (tile.shape[0], WORDS, PER_WORD))
     return tl.reshape(tl.permute(by_word, (0, 2, 1)), (tile.shape[0], WORDS * PER_WORD))
+
+
+@triton.jit
+def _of_group(scale: Scales, zero: Scales, rows, group, inside, ZERO_OFFSET: tl.constexpr):
+    """The scale and the zero point of rows in a group, in float32; 0 where there is none."""
+    other = None if inside is None else 0.0
+    at = scale.ptr + rows * scale.row_stride + group * scale.group_stride
+    s = scales_in_float32(tl.load(at, mask=inside, other=other))
+    z = tl.zeros_like(s)
+    if zero.ptr is not None:
+        at = zero.ptr + rows * zero.row_stride + group * zero.group_stride
+        z = tl.load(at, mask=inside, other=other).to(tl.float32) + ZERO_OFFSET
+    return s, z
+
+
+@triton.jit
+def _sums(
+    x_rows, weight_rows, scale: Scales, zero: Scales, read_cols, first, last, K,
+    ZERO_OFFSET: tl.constexpr, FIELDS: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr,
+    OFFSET: tl.constexpr, GROUP: tl.constexpr, SCALING: tl.constexpr, SWAPPED: tl.constexpr,
+    BY_FIELD: tl.constexpr, WHOLE_STEPS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """The sums of a tile over steps ``first`` to ``last - 1``; transposed if SWAPPED."""
+    PER_WORD: tl.constexpr = 32 // BITS
+    WORDS: tl.constexpr = BLOCK_K // PER_WORD
+    depth, word = tl.arange(0, BLOCK_K), tl.arange(0, WORDS)
+    x_at = x_rows + depth[None, :]
+    weight_at = weight_rows + word[None, :]
+    total = tl.zeros((BLOCK_N, BLOCK_M) if SWAPPED else (BLOCK_M, BLOCK_N), dtype=tl.float32)
+    # Of whole rows and steps, the next step's are loaded ahead, so that no step waits for its own.
+    of_step = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    zero_of_step = of_step
+    if SCALING != "words":
+        group = first * BLOCK_K // GROUP
+        of_step, zero_of_step = _of_group(scale, zero, read_cols, group, None, ZERO_OFFSET)
+    for step in range(first, last):
+        start = step * BLOCK_K
+        inside = None if WHOLE_STEPS else (start + depth < K)[None, :]
+        words_inside = None if WHOLE_STEPS else (start + word * PER_WORD < K)[None, :]
+        a = tl.load(x_at + start, mask=inside, other=None if WHOLE_STEPS else 0.0)
+        w = tl.load(weight_at + step * WORDS, mask=words_inside, other=None if WHOLE_STEPS else 0)
+        if SCALING == "words":
+            group = ((start + word * PER_WORD) // GROUP)[None, :]
+            s, z = _of_group(scale, zero, read_cols[:, None], group, words_inside, ZERO_OFFSET)
+        else:
+            s = of_step[:, None] if SCALING == "numbers" else None
+            z = zero_of_step[:, None]
+        numbers = numbers_of(w, z, s, FIELDS, BITS, KIND, a.dtype, OFFSET)
+        if BY_FIELD:
+            numbers, a = _by_field(numbers, PER_WORD), _by_field(a, PER_WORD)
+        if SCALING == "steps":
+            partial = _mma(numbers, a, tl.zeros_like(total), SWAPPED)
+            total += partial * (of_step[:, None] if SWAPPED else of_step[None, :])
+        else:
+            total = _mma(numbers, a, total, SWAPPED)
+        if SCALING == "steps" or SCALING == "numbers":
+            group = tl.minimum(start + BLOCK_K, K - 1) // GROUP
+            of_step, zero_of_step = _of_group(scale, zero, read_cols, group, None, ZERO_OFFSET)
+    if SCALING == "sums":
+        total *= of_step[:, None] if SWAPPED else of_step[None, :]
+    return total
 
 
 @triton.jit
@@ -85,57 +147,11 @@ def _linear_lowbit_kernel(
         line = tl.minimum(first * WORDS + tl.arange(0, AHEAD) * 32, K // PER_WORD - 1)
         prefetch(weight_rows + line[None, :])
     wait_for_previous(PROGRAMMATIC)
-    depth, word = tl.arange(0, BLOCK_K), tl.arange(0, WORDS)
-    x_at = x.ptr + read_rows[:, None] * x.stride + depth[None, :]
-    weight_at = weight_rows + word[None, :]
-    scale_rows = scale.ptr + read_cols * scale.row_stride
-    zero_rows = None
-    if zero.ptr is not None:
-        zero_rows = zero.ptr + read_cols * zero.row_stride
-    total = tl.zeros((BLOCK_N, BLOCK_M) if SWAPPED else (BLOCK_M, BLOCK_N), dtype=tl.float32)
-    # Of whole rows and steps, the next step's are loaded ahead, so that no step waits for its own.
-    of_step, zero_of_step = None, None
-    if SCALING != "words":
-        group = first * BLOCK_K // GROUP
-        of_step = scales_in_float32(tl.load(scale_rows + group * scale.group_stride))
-        if zero_rows is not None:
-            zero_of_step = tl.load(zero_rows + group * zero.group_stride).to(tl.float32)
-    for step in range(first, last):
-        start = step * BLOCK_K
-        inside = None if WHOLE_STEPS else (start + depth < K)[None, :]
-        words_inside = None if WHOLE_STEPS else (start + word * PER_WORD < K)[None, :]
-        a = tl.load(x_at + start, mask=inside, other=None if WHOLE_STEPS else 0.0)
-        w = tl.load(weight_at + step * WORDS, mask=words_inside, other=None if WHOLE_STEPS else 0)
-        s, z = None, None
-        if SCALING == "words":
-            group = ((start + word * PER_WORD) // GROUP)[None, :]
-            at = scale_rows[:, None] + group * scale.group_stride
-            s = tl.load(at, mask=words_inside, other=None if WHOLE_STEPS else 0.0)
-            s = scales_in_float32(s)
-            if zero_rows is not None:
-                at = zero_rows[:, None] + group * zero.group_stride
-                z = tl.load(at, mask=words_inside, other=None if WHOLE_STEPS else 0.0)
-                z = z.to(tl.float32) + ZERO_OFFSET
-        else:
-            if SCALING == "numbers":
-                s = of_step[:, None]
-            if zero_of_step is not None:
-                z = zero_of_step[:, None] + ZERO_OFFSET
-        made = numbers_of(w, z, s, FIELDS, BITS, KIND, a.dtype, OFFSET)
-        if BY_FIELD:
-            made, a = _by_field(made, PER_WORD), _by_field(a, PER_WORD)
-        if SCALING == "steps":
-            partial = _mma(made, a, tl.zeros_like(total), SWAPPED)
-            total += partial * (of_step[:, None] if SWAPPED else of_step[None, :])
-        else:
-            total = _mma(made, a, total, SWAPPED)
-        if SCALING == "steps" or SCALING == "numbers":
-            group = tl.minimum(start + BLOCK_K, K - 1) // GROUP
-            of_step = scales_in_float32(tl.load(scale_rows + group * scale.group_stride))
-            if zero_rows is not None:
-                zero_of_step = tl.load(zero_rows + group * zero.group_stride).to(tl.float32)
-    if SCALING == "sums":
-        total *= of_step[:, None] if SWAPPED else of_step[None, :]
+    total = _sums(
+        x.ptr + read_rows[:, None] * x.stride, weight_rows, scale, zero, read_cols, first, last, K,
+        ZERO_OFFSET, FIELDS, BITS, KIND, OFFSET, GROUP, SCALING, SWAPPED, BY_FIELD, WHOLE_STEPS,
+        BLOCK_M, BLOCK_N, BLOCK_K
+    )  # fmt: skip
     if SWAPPED:
         total = tl.trans(total)
     whole = True
@@ -225,18 +241,10 @@ def _dequantize_kernel(
     inside = there & (words * PER_WORD < K)[None, :]
     w = tl.load(weight.ptr + rows[:, None] * weight.stride + words[None, :], mask=inside, other=0)
     group = (words * PER_WORD // GROUP)[None, :]
-    s = tl.load(
-        scale.ptr + rows[:, None] * scale.row_stride + group * scale.group_stride, mask=inside,
-        other=0.0
-    )  # fmt: skip
-    s = scales_in_float32(s)
-    z = None
-    if zero.ptr is not None:
-        at = zero.ptr + rows[:, None] * zero.row_stride + group * zero.group_stride
-        z = tl.load(at, mask=inside, other=0.0).to(tl.float32) + ZERO_OFFSET
-    made = numbers_of(w, z, s, FIELDS, BITS, KIND, tl.float32, OFFSET)
+    s, z = _of_group(scale, zero, rows[:, None], group, inside, ZERO_OFFSET)
+    numbers = numbers_of(w, z, s, FIELDS, BITS, KIND, tl.float32, OFFSET)
     if row_scale_ptr is not None:
-        made *= tl.load(row_scale_ptr + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
+        numbers *= tl.load(row_scale_ptr + rows, mask=rows < N, other=0.0).to(tl.float32)[:, None]
     columns = first * PER_WORD + tl.arange(0, WORDS * PER_WORD)
     out = out_ptr + rows[:, None] * K + columns[None, :]
-    tl.store(out, made.to(out_ptr.dtype.element_ty), mask=there & (columns < K)[None, :])
+    tl.store(out, numbers.to(out_ptr.dtype.element_ty), mask=there & (columns < K)[None, :])
