@@ -67,6 +67,7 @@ class ExpertLinear(nn.Module):
         self.num_experts, self.whole, self.first = num_experts, whole, 0
         rules = one.rules.items()
         self.rules = {k: replace(rule, split=False) if whole else rule for k, rule in rules}
+        self.weight_rule = one.weight_rule
         shape = (num_experts, *one.weight.shape)
         weight = torch.empty(shape, dtype=one.weight.dtype, device="meta")
         self.weight = nn.Parameter(weight, requires_grad=False)

@@ -153,7 +153,8 @@ def _load_captured(
             quantized = quantized_moves(model, stored, found)
             materialize(model, None, device)
             with progress("Loading weights", quantized.nbytes) as advance:
-                fill_quantized(model, quantized, advance)
+                fill_quantized(model, quantized, advance, rank)
+            set_captured_rank(model, rank)
             return model
         moves = stored.moves(found)
     materialize(model, None, device)

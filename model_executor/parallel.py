@@ -88,10 +88,14 @@ def check_parallel(
             "ranks; leave it out"
         )
     if spec.captured and world > 1 and (quantized or spec.quant):
-        raise UserError(
-            f"tensor_parallel_size={world}: the quantized weights of a model without an adapter "
-            "are not split yet; use one rank, or the model's unquantized weights"
-        )
+        stored = [FORMATS[k] for n, k in spec.quantized_kinds if spec.of_experts(n)]
+        alone = stored and len(stored) == len(spec.quantized_kinds)
+        if quantized or not alone or not all(isinstance(form, StoredFormat) for form in stored):
+            raise UserError(
+                f"tensor_parallel_size={world}: the quantized weights of a model without an "
+                "adapter are not split yet, but those of experts in a stored format; use one rank, "
+                "or the model's unquantized weights"
+            )
     if num_stages > spec.num_layers:
         raise UserError(
             f"pipeline_parallel_size={num_stages}: a stage has a layer at least, and "

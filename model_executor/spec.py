@@ -200,7 +200,7 @@ class ModelSpec:
     def part_rows(self, linear: str) -> tuple[int, ...]:
         """Rows of the checkpoint tensors of which a rank's weight of one of ``linears`` is made."""
         if self.captured:
-            return (self._captured_linears[linear].rows,)
+            return (self._captured_size(linear, "column"),)
         if linear == "attention.qkv":
             return self.local_heads * self.head_dim, self.local_kv_heads * self.head_dim
         if linear.endswith("gate_up"):
@@ -218,6 +218,16 @@ class ModelSpec:
     @cached_property
     def _captured_linears(self) -> dict[str, LinearFacts]:
         return {each.name: each for each in self.captured.linears} if self.captured else {}
+
+    def _captured_size(self, linear: str, kind: str) -> int:
+        """Rows (kind "column") or columns (kind "row") of what a rank holds of a captured model's
+        weight; those of a whole one where its other side is split, or nothing is."""
+        assert self.captured is not None
+        each = self._captured_linears[linear]
+        names = (each.name, f"{each.name}.weight")
+        shards = (s for s in self.captured.shards if s.name in names and s.kind == kind)
+        whole = each.rows if kind == "column" else each.columns
+        return next((shard.rule.local_size(self.captured.ranks) for shard in shards), whole)
 
     def of_experts(self, linear: str) -> bool:
         """Whether one of ``linears`` is a weight of several experts."""
@@ -239,7 +249,7 @@ class ModelSpec:
     def in_features(self, linear: str) -> int:
         """Columns of a rank's weight of one of ``linears``."""
         if self.captured:
-            return self._captured_linears[linear].columns
+            return self._captured_size(linear, "row")
         if linear == "attention.o":
             return self.local_heads * self.head_dim
         if not linear.endswith("down"):

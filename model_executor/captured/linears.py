@@ -168,7 +168,8 @@ def replace_linears(
         elif is_experts(module):
             for kind in OF_EXPERTS:
                 if f"{name}.{kind}" in formats:
-                    _replace_experts(module, kind, formats[f"{name}.{kind}"])
+                    rule = spread.get(f"{name}.{kind}")
+                    _replace_experts(module, kind, formats[f"{name}.{kind}"], rule, world)
                 elif module.is_transposed and kind in module._parameters:
                     # Kernels read rows of output features: they lie in memory so.
                     weight = module._parameters[kind]
@@ -182,13 +183,19 @@ def rows_in_memory(weight: Tensor) -> Tensor:
     return weight.new_empty((experts, rows, columns)).transpose(1, 2)
 
 
-def _replace_experts(module: Any, name: str, kind: QuantKind) -> None:
+def _replace_experts(
+    module: Any, name: str, kind: QuantKind, shard: ShardRule | None, world: int
+) -> None:
+    """``shard`` is the rule of the library's parameter, of which the experts are dimension 0."""
     count, rows, columns = getattr(module, name).shape
     if module.is_transposed:
         rows, columns = columns, rows
     rule = ShardRule(0, (Part("", rows, 1),), split=False)
+    if shard is not None:
+        rule = replace(shard, dim=2 - shard.dim if module.is_transposed else shard.dim - 1)
     delattr(module, name)
-    setattr(module, name, ExpertLinear(count, Linear(columns, rows, rule, False, kind)))
+    one = Linear(columns, rows, rule, False, kind, world=world)
+    setattr(module, name, ExpertLinear(count, one))
 
 
 def _set(model: nn.Module, name: str, module: nn.Module) -> None:

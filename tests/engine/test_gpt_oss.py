@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from fusewright import LLM, SamplingParams
-from fusewright.config import UserError
+from fusewright.config import EngineOptions, Hardware, ModelLimits, UserError
+from fusewright.config.resolve import resolve
+from fusewright.engine.worker.proof import rewritten_program
+from fusewright.model_executor.captured.twin import Twin, compare
 from fusewright.model_executor.hf_config import read_spec
 from fusewright.model_executor.loader import load_model
+from fusewright.model_executor.parallel import GROUP
 from fusewright.model_executor.spec import quantize_online
 from tests.model_executor.captured.gpt_oss import save_mxfp4, small_model, write_mxfp4
-
-pytest.importorskip("transformers")
+from tests.ranks import in_ranks, name_world
 
 LENGTHS, NUM_TOKENS = (23, 17, 41, 30), 16
 
@@ -100,3 +106,54 @@ def test_a_damaged_checkpoint_is_refused_by_name(damage: Any, message: str, tmp_
     write_mxfp4(model, {n: t.contiguous() for n, t in tensors.items()}, tmp_path)
     with pytest.raises(UserError, match=message):
         start(tmp_path)
+
+
+_prepared: list[Any] = []
+
+
+def prepare(world: int) -> None:
+    """Before the ranks are forked: the model of rank 0, whose tensors the rewritten program has."""
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    folder = Path(os.environ["FOLDER"])
+    options = EngineOptions(optimization_level=2, device="cpu")
+    config = resolve(options, Hardware("cpu", "cpu"), ModelLimits(4096, "float32")).compile
+    spec = replace(
+        read_spec(folder / "stored", "transformers", ranks=world),
+        tensor_parallel_size=world,
+        dtype_name="float32",
+    )
+    model = load_model(spec, folder / "stored", "cpu")
+    whole = AutoModelForCausalLM.from_pretrained(folder / "whole", dtype=torch.float32).eval()
+    _prepared[:] = [spec, model, whole, rewritten_program(spec, model, config)]
+
+
+def run(rank: int, world: int) -> list[float]:
+    """The largest differences from the dequantized model: as the model is, and rewritten."""
+    name_world(GROUP)
+    spec, model, whole, program = _prepared
+    own = load_model(spec, Path(os.environ["FOLDER"]) / "stored", "cpu", rank=rank)
+    for name, tensor in model.state_dict().items():
+        tensor.copy_(own.state_dict()[name])
+    held = own.get_submodule("library.model.layers.0.mlp.experts.down_proj").weight
+    assert tuple(held.shape) == (8, 64, 32 // 2)  # type: ignore[arg-type]
+    twin = Twin(spec, model, whole)
+    return [compare(twin, step, "gpt_oss").error for step in (model, program.step)]
+
+
+def test_two_ranks_hold_a_part_of_each_stored_expert(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model(num_hidden_layers=2)
+    save_mxfp4(model, tmp_path / "stored")
+    model.save_pretrained(tmp_path / "whole")
+    (tmp_path / "ranks").mkdir()
+    monkeypatch.setenv("FOLDER", str(tmp_path))
+    for errors in in_ranks(run, 2, tmp_path / "ranks"):
+        assert max(errors) < 1e-4
+
+
+def test_a_part_of_a_rank_is_whole_groups_of_scales(tmp_path: Path) -> None:
+    save_mxfp4(small_model(num_hidden_layers=2), tmp_path)
+    with pytest.raises(UserError, match="down_proj would have 16 columns, of which 32 share"):
+        read_spec(tmp_path, ranks=4)

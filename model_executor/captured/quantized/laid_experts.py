@@ -156,4 +156,4 @@ def _moves(
             at = rule.place(own.name, *place)
             for piece in narrowed(part, rule.dim + 1, start + at.source_start, at.length):
                 yield shifted(piece, rule.dim + 1, at.dest_start)
-            start += own.size // (rule.step or 1)
+            start += own.size // rule.step

@@ -20,6 +20,7 @@ from ...quant.scheme import QuantFormat
 from ..linears import Sibling
 from ..model import CapturedModel
 from ..moves import Move, copy_moves, in_file_order, narrowed, permuted, shifted
+from ..ranks.held import moves_of_rank
 from ..text_decoder import Stored
 from .laid import fill_from_layouts
 from .laid_experts import fill_experts
@@ -119,15 +120,16 @@ def _homes(library: nn.Module) -> Iterator[tuple[str, _Home]]:
 
 @torch.no_grad()
 def fill_quantized(
-    model: CapturedModel, moves: QuantizedMoves, advance: Callable[[int], Any]
+    model: CapturedModel, moves: QuantizedMoves, advance: Callable[[int], Any], rank: int = 0
 ) -> None:
-    """Fill a model that has memory.
+    """Fill a model that has memory, or what a rank holds of one.
 
     Raises:
         UserError: a scale is missing or bad, or cannot go where its weight goes.
     """
     assert model.spec.quant is not None
-    copy_moves(moves.plain, model.library_tensors(), advance)
+    plain = moves_of_rank(moves.plain, model.spec, rank)
+    copy_moves(plain, model.library_tensors(), advance)
     if model.spec.quant.online:
         _quantize(moves.weights, model.spec.dtype, advance)
         return
@@ -139,6 +141,7 @@ def fill_quantized(
         gathered.experts,
         tensors,
         advance,
+        (rank, model.facts.ranks),
     )
     laid = [each for each in moves.weights if each[0].source.name in moves.gathered.laid]
     fill_from_layouts(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...experts import ExpertLinear
 from ...layers import Linear
 from ...sharding import ShardRule
 from ...spec import ModelSpec
@@ -32,7 +34,11 @@ class SpreadParameters:
             for kind, parameter in list(module._parameters.items()):
                 if parameter is None:
                     continue
-                if isinstance(module, Linear):
+                if isinstance(module, ExpertLinear):
+                    if (rule := module.weight_rule).split:
+                        of_experts = replace(rule, dim=rule.dim + 1)
+                        self._held.append((module, kind, of_experts, False))
+                elif isinstance(module, Linear):
                     rule = module.rules[kind]
                     if rule.split or rule.once:
                         self._held.append((module, kind, rule, rule.once))
@@ -64,7 +70,8 @@ class SpreadParameters:
         self, module: nn.Module, kind: str, rule: ShardRule, once: bool, first: Tensor | None
     ) -> Spread:
         local: Any = module._parameters[kind]
-        shape = list(local.shape)
+        # A stored weight claims the shape of its numbers.
+        shape = list(module.shape if isinstance(module, ExpertLinear) else local.shape)
         if once:
             made = Spread(local, shape, self._world)
             made.partial = True
