@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..messages.sampling_params import ThinkingTokens
+from ..messages.token_ids import ThinkingTokens
 
 _LEAD = 4
 """Tokens that may come before a start mark: white space.  Behind them an output does not think."""

@@ -11,6 +11,7 @@ from typing import Any, Self, TypeAlias
 
 from ...config import UserError
 from ...config.ports import sampling_fields, unknown
+from .token_ids import ThinkingTokens, are_ids, is_int
 
 MAX_OUTPUTS = 16384
 """Most outputs ``n`` of one prompt; vLLM has the same limit."""
@@ -55,41 +56,6 @@ class StructuredOutputsParams:
                 f"StructuredOutputsParams: {len(forms)} forms are given; expected one of "
                 f"{', '.join(vars(self))}"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ThinkingTokens:
-    """The tokens around a model's thinking.
-
-    Attributes:
-        start_ids: those that open it.
-        end_ids: those that close it.
-        forced_ids: those that are forced when a budget is spent; none: ``end_ids``.
-        is_open: the prompt has opened it.
-
-    Raises:
-        UserError: one is no list of token ids, or those of the end are missing.
-    """
-
-    start_ids: Sequence[int] = ()
-    end_ids: Sequence[int]
-    forced_ids: Sequence[int] = ()
-    is_open: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("start_ids", "end_ids", "forced_ids"):
-            ids = getattr(self, name)
-            if isinstance(ids, str) or not isinstance(ids, Sequence) or not _are_ids(ids):
-                raise UserError(f"ThinkingTokens: {name}={ids!r}: expected token ids of at least 0")
-            object.__setattr__(self, name, tuple(ids))
-        if not self.end_ids or not (self.start_ids or self.is_open):
-            raise UserError("ThinkingTokens: expected end_ids, and start_ids unless is_open")
-        if not self.forced_ids:
-            object.__setattr__(self, "forced_ids", self.end_ids)
-
-    @property
-    def all_ids(self) -> tuple[int, ...]:
-        return (*self.start_ids, *self.end_ids, *self.forced_ids)
 
 
 @dataclass(kw_only=True)
@@ -266,11 +232,6 @@ def _require(ok: bool, params: SamplingParams, name: str, expected: str) -> None
         raise UserError(f"SamplingParams: {name}={getattr(params, name)!r}: expected {expected}")
 
 
-def _is_int(value: object) -> bool:
-    """Whether it is an integer that a message can carry, of 64 bits."""
-    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
-
-
 def _is_number(value: object) -> bool:
     """Whether it is finite also in the kernels, which take 32 bits."""
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -282,17 +243,13 @@ def _optional(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: value is None or is_right(value)
 
 
-def _are_ids(values: Iterable[Any]) -> bool:
-    return all(_is_int(value) and value >= 0 for value in values)
-
-
 def _is_bias(value: Any) -> bool:
     return _is_number(value) and -100 <= value <= 100
 
 
 _Check: TypeAlias = tuple[Callable[[Any], bool], str]
-_INT: _Check = (_is_int, "an integer of 64 bits")
-_INT_OR_NONE: _Check = (_optional(_is_int), "an integer of 64 bits, or None")
+_INT: _Check = (is_int, "an integer of 64 bits")
+_INT_OR_NONE: _Check = (_optional(is_int), "an integer of 64 bits, or None")
 _NUMBER: _Check = (_is_number, "a finite number of 32 bits")
 _BOOL: _Check = (lambda value: isinstance(value, bool), "True or False")
 _PENALTY: _Check = (lambda value: -2 <= value <= 2, "in [-2, 2]")
@@ -327,7 +284,7 @@ _CHECKS: dict[str, tuple[_Check, ...]] = {
     "stop": (
         (lambda texts: all(isinstance(s, str) and s for s in texts), "strings that are not empty"),
     ),
-    "stop_token_ids": ((_are_ids, "token ids of at least 0"),),
+    "stop_token_ids": ((are_ids, "token ids of at least 0"),),
     "ignore_eos": (_BOOL,),
     "include_stop_str_in_output": (_BOOL,),
     "logprobs": (_INT_OR_NONE, _NUM_LOGPROBS),
@@ -340,7 +297,7 @@ _CHECKS: dict[str, tuple[_Check, ...]] = {
         ),
         (lambda bias: len(bias or ()) <= MAX_BIASES, f"{MAX_BIASES} token ids at most"),
         (
-            _optional(lambda bias: _are_ids(bias) and all(map(_is_bias, bias.values()))),
+            _optional(lambda bias: are_ids(bias) and all(map(_is_bias, bias.values()))),
             "token ids with a number in [-100, 100] each",
         ),
     ),
@@ -359,7 +316,7 @@ _CHECKS: dict[str, tuple[_Check, ...]] = {
     ),
     "allowed_token_ids": (
         (_optional(lambda ids: 0 < len(ids) <= MAX_ALLOWED), f"1 to {MAX_ALLOWED} token ids"),
-        (_optional(_are_ids), "token ids of at least 0"),
+        (_optional(are_ids), "token ids of at least 0"),
     ),
     "truncate_prompt_tokens": (
         _INT_OR_NONE,

@@ -18,7 +18,8 @@ from ..console.options import checked
 from ..http.intake.hosts import checked_hosts
 
 PARSERS = (
-    *("auto", "gpt_oss", "hermes", "llama3_json", "mistral", "openai", "qwen3_coder", "xlam"),
+    *("auto", "deepseek_v3", "deepseek_v31", "glm45", "gpt_oss", "hermes", "llama3_json"),
+    *("mistral", "openai", "qwen3_coder", "xlam"),
 )
 REASONING = (
     *("auto", "none", "deepseek_r1", "deepseek_v3", "glm45", "granite", "mistral", "olmo3"),

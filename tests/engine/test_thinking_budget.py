@@ -11,7 +11,7 @@ from fusewright import LLM, SamplingParams
 from fusewright.config import UserError
 from fusewright.engine.core.thinking import Thinking
 from fusewright.engine.frontend.grammar import regex_grammar
-from fusewright.engine.messages.sampling_params import ThinkingTokens
+from fusewright.engine.messages.token_ids import ThinkingTokens
 
 from .grammar_waits import wait_for_grammars
 

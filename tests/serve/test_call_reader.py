@@ -63,6 +63,26 @@ def xml(*parameters: tuple[str, str]) -> str:
     return f"<tool_call>\n<function=f>\n{inner}</function>\n</tool_call>"
 
 
+def glm(*parameters: tuple[str, str], name: str = "f") -> str:
+    pairs = "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in parameters
+    )
+    return f"<tool_call>{name}\n{pairs}</tool_call>"
+
+
+def deepseek(*calls: tuple[str, str], fenced: bool = True) -> str:
+    begin, sep, end = (f"<\uff5ctool\u2581{each}\uff5c>" for each in BETWEEN)
+    bodies = [
+        f"{begin}function{sep}{name}\n```json\n{text}\n```{end}"
+        if fenced
+        else f"{begin}{name}{sep}{text}{end}"
+        for name, text in calls
+    ]
+    return f"{ALL}{chr(10).join(bodies)}{ALL_END}"
+
+
+BETWEEN = ("call\u2581begin", "sep", "call\u2581end")
+ALL, ALL_END = (f"<\uff5ctool\u2581calls\u2581{each}\uff5c>" for each in ("begin", "end"))
 CALLS: list[tuple[str, str, str, list[Called]]] = [
     # Marks inside strings are text.
     ("hermes", hermes(body("f", END)), "", [ENDS]),
@@ -125,6 +145,20 @@ CALLS: list[tuple[str, str, str, list[Called]]] = [
         "",
         [("f", {"s": "a\n</parameter> <b>&amp;</function>\n  c"}), ONE],
     ),
+    # GLM-4.5: pairs of keys and values, of the types of the schema.
+    (
+        "glm45",
+        "Hm\n" + glm(("n", "7"), ("list", "[1]"), ("s", "a</arg_value> <b>\n")) + "\nSo",
+        "Hm\nSo",
+        [("f", {"n": 7, "list": [1], "s": "a</arg_value> <b>"})],
+    ),
+    ("glm45", glm(name="g.it") + "\n" + glm(("n", "1")), "", [NONE, ONE]),
+    ("glm45", "<tool_call>f<arg_key>n</arg_key><arg_value>1</arg_value></tool_call>", "", [ONE]),
+    # DeepSeek: a fence of JSON, or JSON alone.
+    ("deepseek_v3", "Hm" + deepseek(("f", '{"n": 1}'), ("g.it", "{}")), "Hm", [ONE, NONE]),
+    ("deepseek_v3", deepseek(("f", END)) + "\nSo", "So", [ENDS]),
+    ("deepseek_v31", deepseek(("f", '{"n": 1}'), ("g.it", "{}"), fenced=False), "", [ONE, NONE]),
+    ("deepseek_v3", deepseek(("f", '{"n": 1}')).removesuffix(ALL_END), "", [ONE]),
 ]
 
 CONTENT: list[tuple[str, str]] = [
@@ -144,6 +178,12 @@ CONTENT: list[tuple[str, str]] = [
     ("hermes", '<tool_call>{"name": "f", "argum'),
     ("hermes", "1 < 2 and <tool"),
     ("hermes", " \n "),
+    ("glm45", hermes(F1)),
+    ("glm45", "<tool_call>two words"),
+    ("glm45", "<tool_call>f\n<arg_key>n</arg_key>\n<arg_value>1"),
+    ("deepseek_v3", f"{ALL}no"),
+    ("deepseek_v3", deepseek(("f", '{"n": NaN}'))),
+    ("deepseek_v3", deepseek(("f", '{"n": 1'))),
     ("mistral", "[TOOL_CALLS]f[ARGS]"),
     ("mistral", "[TOOL_CALLS]f[ARGS]{1}"),
     ("mistral", "[TOOL_CALLS] " + "a" * 600 + "{}"),
@@ -208,6 +248,8 @@ _PARTS = st.sampled_from(
             "\ud83d",
         ),
         *(F1, G, body("f", END), hermes(F1), f"f{END}", xml(("n", "1")), body("f", "NaN")),
+        *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", glm(("n", "1"))),
+        *(ALL, ALL_END, deepseek(("f", "{}")), deepseek(("f", END), fenced=False)),
     ]
 )
 _TEXTS = st.lists(_PARTS | st.text(max_size=4), max_size=12).map("".join)
@@ -333,5 +375,8 @@ def test_the_format_is_read_off_the_template() -> None:
     assert detect("{{ '<tool_call>' }}") == "hermes"
     assert detect("{{ '<tool_call>\n<function=' + name }}") == "qwen3_coder"
     assert detect("[TOOL_CALLS] {{ tools }}") == "mistral"
+    assert detect("<tool_call>{{ name }}<arg_key>") == "glm45"
+    assert detect(ALL) == "deepseek_v3"
+    assert detect("<|channel|>") == "openai"
     assert detect('{"name": …, "parameters": …}') == "llama3_json"
     assert detect("{{ messages }}") is None

@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 
-from ....engine.messages.sampling_params import ThinkingTokens
+from ....engine.messages.token_ids import ThinkingTokens
 from ..tool_calls.call_json import strict_json
 from ..tool_calls.call_reader import CallReader, new_call
 from .counts import Decode

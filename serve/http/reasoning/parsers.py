@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ....engine.messages.sampling_params import ThinkingTokens
+from ....engine.messages.token_ids import ThinkingTokens
 from ..tool_calls.call_reader import CallReader
 from .counts import Decode, num_thoughts
 from .forms import Form, IdsOf, behind_thinking

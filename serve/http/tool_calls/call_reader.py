@@ -13,18 +13,39 @@ import string
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial as partial_of
 from typing import Any
 
+from .call_fenced import CALLS, CALLS_END, FencedScan
 from .call_json import calls_of_json, strict_json
-from .call_xml import XmlScan, partial
-from .json_scan import JsonScan
+from .call_xml import GLM, QWEN, XmlScan, partial
+from .json_scan import JsonScan, Scan
 
 _BLANKS = re.compile(r"\s*")
 _MAX_NAME = 512
 """Characters between a mark and the arguments, where a name may stand there."""
 _NAME_RUN = re.compile(rf"[\w.:/\[\]\s-]{{0,{_MAX_NAME}}}")
 _NAME = re.compile(r"([\w.:/-]+)\s*(?:\[CALL_ID\]\s*[\w-]+\s*)?(?:\[ARGS\]\s*)?")
-_SEPARATORS = ";,"
+
+
+@dataclass(frozen=True)
+class Syntax:
+    """What stands between the marks.
+
+    Attributes:
+        scan: makes what reads one value.
+        opens: characters of which one begins a value; "": any.
+        again: characters of which one begins another value behind it.
+        separators: characters that may stand between values.
+    """
+
+    scan: Callable[[], Scan]
+    opens: str
+    again: str = ""
+    separators: str = ""
+
+
+_JSON = Syntax(JsonScan, "[{", "[{", ";,")
 
 
 @dataclass(frozen=True)
@@ -36,7 +57,8 @@ class Format:
         end: text behind calls; "" if a call ends with its JSON.
         bare: characters with which an output may begin that is a call without a mark.
         named: whether a name may stand before the arguments: ``name{…}``, ``name[ARGS]{…}``.
-        xml: whether parameters are XML elements.
+        syntax: what stands between the marks.
+        last: text behind all calls, if it is another one than ``end``.
         channels: whether calls are messages in channels of their own, which another reader finds.
         short_ids: whether chat templates of such models take ids of nine letters and digits alone.
         shown_by: texts in a chat template, of which one tells of this format.
@@ -46,7 +68,8 @@ class Format:
     end: str = ""
     bare: str = ""
     named: bool = False
-    xml: bool = False
+    syntax: Syntax = _JSON
+    last: str = ""
     channels: bool = False
     short_ids: bool = False
     shown_by: tuple[str, ...] = ()
@@ -54,10 +77,27 @@ class Format:
 
 _BARE = Format("", bare="[{")
 _CHANNELS = Format("", channels=True, shown_by=("<|channel|>",))
+_DEEPSEEK = Format(
+    CALLS,
+    syntax=Syntax(FencedScan, "<", "<"),
+    last=CALLS_END,
+    shown_by=(CALLS,),
+)
 FORMATS: dict[str, Format] = {
     "openai": _CHANNELS,
     "gpt_oss": _CHANNELS,
-    "qwen3_coder": Format("<tool_call>", "</tool_call>", xml=True, shown_by=("<function=",)),
+    "glm45": Format(
+        *("<tool_call>", "</tool_call>"),
+        syntax=Syntax(partial_of(XmlScan, GLM), ""),
+        shown_by=("<arg_key>",),
+    ),
+    "qwen3_coder": Format(
+        *("<tool_call>", "</tool_call>"),
+        syntax=Syntax(partial_of(XmlScan, QWEN), "<"),
+        shown_by=("<function=",),
+    ),
+    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v31": _DEEPSEEK,
     "hermes": Format("<tool_call>", "</tool_call>", shown_by=("<tool_call>",)),
     "mistral": Format("[TOOL_CALLS]", named=True, short_ids=True, shown_by=("[TOOL_CALLS]",)),
     "llama3_json": Format("<|python_tag|>", bare="{", shown_by=("<|python_tag|>", '"parameters"')),
@@ -140,7 +180,7 @@ class CallReader:
         """Text since a start mark.  It becomes content if no call follows."""
         self._value_at = 0
         self._name: str | None = None
-        self._scan: JsonScan | XmlScan = JsonScan()
+        self._scan: Scan = JsonScan()
         self._is_bare = False
         self._open: list[tuple[str, str]] = []
         """Name and arguments of calls whose end mark has not come."""
@@ -216,7 +256,8 @@ class CallReader:
         """Between a mark and a value."""
         if not self._skip_blanks():
             return False
-        if self._text[self._at] in ("<" if self._form.xml else "[{"):
+        opens = self._form.syntax.opens
+        if not opens or self._text[self._at] in opens:
             return self._begin_value()
         return self._read_name() if self._form.named else self._fail()
 
@@ -239,7 +280,7 @@ class CallReader:
 
     def _begin_value(self, name: str | None = None) -> bool:
         self._value_at, self._name = len(self._held), name
-        self._scan = XmlScan() if self._form.xml else JsonScan()
+        self._scan = self._form.syntax.scan()
         self._read = self._read_value
         return True
 
@@ -261,7 +302,7 @@ class CallReader:
     def _called(self, value: str) -> list[tuple[str, str]]:
         """Name and arguments of the calls in a complete value; none if it is something else."""
         try:
-            if isinstance(self._scan, XmlScan):
+            if not isinstance(self._scan, JsonScan):
                 return [self._scan.call(self._schemas)]
             if self._name is not None:
                 return [(self._name, strict_json(value))]
@@ -289,14 +330,20 @@ class CallReader:
             return True
         if self._may_become(form.start):
             return False
+        if form.last and self._text.startswith(form.last, self._at):
+            self._at += len(form.last)
+            return True
+        if self._may_become(form.last):
+            return False
         char = self._text[self._at]
         if self._may_be_list and char == "]":
             self._at += 1
             self._read = self._read_text
             return True
-        if (self._open or not form.end) and not form.xml and char in "[{":
+        goes_on, syntax = bool(self._open) or not form.end, form.syntax
+        if goes_on and char in syntax.again:
             return self._begin_value()
-        if (self._open or not form.end) and not form.xml and char in _SEPARATORS:
+        if goes_on and char in syntax.separators:
             self._take(self._at + 1)
             self._read = self._read_next
             return True

@@ -1,7 +1,7 @@
-"""Calls as XML elements, as Qwen3-Coder writes them.
+"""Calls as XML elements, in the dialects of Qwen3-Coder and GLM-4.5.
 
-``<function=NAME> <parameter=KEY> VALUE </parameter> … </function>``.  Values are not escaped, so
-one ends at the ``</parameter>`` behind which a parameter or the end of the function follows.
+Values are not escaped, so one ends at the end tag behind which a parameter or the end of the
+function follows.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
@@ -17,13 +18,45 @@ from .json_scan import Scan
 
 _MAX_TAG = 300
 _BLANKS = re.compile(r"\s*")
-_TAG = re.compile(
-    r"<function=([^<>\n]{1,256})>|<parameter=([^<>\n]{1,256})>|</parameter>|</function>"
-)
-_NO_TAG = re.compile(r"[^<]|<[^<>\n]*[<>\n]")
-_VALUE_END = "</parameter>"
-_END = "</function>"
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How functions and parameters are written.
+
+    Attributes:
+        tag: what comes between values, with the groups name (of the function), key (of a parameter,
+            whose value follows) and end.
+        no_function: what begins no function, however it goes on.
+        follows: how the tags begin of which one is behind a value.
+        value_end: the tag behind a value.
+    """
+
+    tag: re.Pattern[str]
+    no_function: re.Pattern[str]
+    follows: tuple[str, ...]
+    value_end: str
+
+
+_NAME = r"[^<>\n]{1,256}"
+QWEN = Dialect(
+    re.compile(rf"<function=(?P<name>{_NAME})>|<parameter=(?P<key>{_NAME})>|(?P<end></function>)"),
+    re.compile(r"[^<]|<[^<>\n]*[<>\n]"),
+    ("<parameter=", "</function>"),
+    "</parameter>",
+)
+"""``<function=NAME> <parameter=KEY> VALUE </parameter> … </function>``."""
+GLM = Dialect(
+    re.compile(
+        rf"(?P<name>[\w.:/-]{{1,256}})\s*(?=<arg_key>|</tool_call>)"
+        rf"|<arg_key>(?P<key>{_NAME})</arg_key>\s*<arg_value>|(?P<end>(?=</tool_call>))"
+    ),
+    re.compile(r"[{\[]"),
+    ("<arg_key>", "</tool_call>"),
+    "</arg_value>",
+)
+"""``NAME <arg_key>KEY</arg_key> <arg_value>VALUE</arg_value> …``, to the mark behind the call."""
 
 
 class _Expect(Enum):
@@ -38,8 +71,9 @@ class _Expect(Enum):
 class XmlScan(Scan):
     """Reads one function, to the end of each piece or to a tag that is cut there."""
 
-    def __init__(self) -> None:
+    def __init__(self, dialect: Dialect = QWEN) -> None:
         super().__init__()
+        self._dialect = dialect
         self._expect = _Expect.FUNCTION
         self._name = self._key = ""
         self._parameters: dict[str, list[str]] = {}
@@ -51,14 +85,15 @@ class XmlScan(Scan):
         return read(text, at)
 
     def _read_value(self, text: str, at: int) -> tuple[int, bool]:
-        end = text.find(_VALUE_END, at)
+        value_end = self._dialect.value_end
+        end = text.find(value_end, at)
         is_ended = end >= 0
         if not is_ended:
-            end = len(text) - partial(text, at, _VALUE_END)
+            end = len(text) - partial(text, at, value_end)
         self._parameters[self._key].append(text[at:end])
         if is_ended:
-            self._ended, self._expect = _VALUE_END, _Expect.VALUE_OR_NEXT
-            end += len(_VALUE_END)
+            self._ended, self._expect = value_end, _Expect.VALUE_OR_NEXT
+            end += len(value_end)
         return end, is_ended
 
     def _read_tag(self, text: str, at: int) -> tuple[int, bool]:
@@ -67,15 +102,17 @@ class XmlScan(Scan):
         self._ended += text[at:end]
         if end == len(text):
             return end, False
-        tag = _TAG.match(text, end)
-        if tag is None and len(text) - end < _MAX_TAG and not _NO_TAG.match(text, end):
+        dialect = self._dialect
+        tag = dialect.tag.match(text, end)
+        if tag is None and len(text) - end < _MAX_TAG and self._may_be_tag(text, end):
             return end, False
-        if tag and (tag[1] or "").strip() and self._expect is _Expect.FUNCTION:
-            self._name, self._expect = tag[1].strip(), _Expect.PARAMETER
-        elif tag and tag[2] and self._expect is not _Expect.FUNCTION:
-            self._key, self._expect = tag[2].strip(), _Expect.VALUE
+        name, key, ended = tag.group("name", "key", "end") if tag else (None, None, None)
+        if name and name.strip() and self._expect is _Expect.FUNCTION:
+            self._name, self._expect = name.strip(), _Expect.PARAMETER
+        elif key and self._expect is not _Expect.FUNCTION:
+            self._key, self._expect = key.strip(), _Expect.VALUE
             self._parameters[self._key] = []
-        elif tag and tag[0] == _END and self._expect is not _Expect.FUNCTION:
+        elif ended is not None and self._expect is not _Expect.FUNCTION:
             self.is_done = True
         elif self._expect is _Expect.VALUE_OR_NEXT:
             self._parameters[self._key].append(self._ended)
@@ -84,7 +121,14 @@ class XmlScan(Scan):
         else:
             self.is_bad = True
             return end, False
-        return tag.end(), True
+        return tag.end() if tag else end, True
+
+    def _may_be_tag(self, text: str, at: int) -> bool:
+        """Whether a text that is no tag may become one when more of it comes."""
+        if self._expect is _Expect.FUNCTION:
+            return not self._dialect.no_function.match(text, at)
+        rest = text[at:]
+        return any(rest.startswith(tag) or tag.startswith(rest) for tag in self._dialect.follows)
 
     def call(self, schemas: Mapping[str, Any]) -> tuple[str, str]:
         """Name and arguments, whose values have the types of the function's schema in ``schemas``.

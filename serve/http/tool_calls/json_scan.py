@@ -7,7 +7,9 @@ known as soon as they have come, wherever the text is cut, and no character is r
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from enum import Enum, auto
+from typing import Any
 
 MAX_DEPTH = 128
 """Objects and lists inside each other; more are a mistake, since common parsers stop there."""
@@ -63,6 +65,14 @@ class Scan:
 
     def _step(self, text: str, at: int) -> tuple[int, bool]:
         """Read one thing; returns where it ends, and whether what comes next can be read."""
+        raise NotImplementedError
+
+    def call(self, schemas: Mapping[str, Any]) -> tuple[str, str]:
+        """Name and arguments of a call that is no JSON; ``schemas`` are those of functions.
+
+        Raises:
+            ValueError: a value cannot be told in JSON.
+        """
         raise NotImplementedError
 
 
