@@ -169,6 +169,18 @@ def _empty_content(messages: Sequence[Message]) -> list[Message] | None:
     return [{"content": "", **message} for message in messages]
 
 
+def without_preambles(messages: Sequence[Message]) -> list[Message] | None:
+    """The conversation without the text of messages that have calls and thinking too, for templates
+    that take one of both; None if there are none."""
+    changed = [
+        {name: value for name, value in message.items() if name != "content"}
+        if message.get("content") and message.get("thinking") and message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+    return None if changed == [*messages] else changed
+
+
 def _both(messages: Sequence[Message]) -> list[Message] | None:
     changed = _text_arguments(messages)
     return None if changed is None else _empty_content(changed)

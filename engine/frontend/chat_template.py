@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +22,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from ...config import UserError
-from .chat_messages import CHANGES, Message, checked, plain_data, probes, with_parts, with_text
+from .chat_messages import (
+    CHANGES,
+    Message,
+    checked,
+    plain_data,
+    probes,
+    with_parts,
+    with_text,
+    without_preambles,
+)
 
 TAKEN = (
     *("messages", "add_generation_prompt", "add_special_tokens", "continue_final_message"),
@@ -194,6 +204,10 @@ class ChatTemplate:
                 first = first or error
                 if isinstance(error, _Refusal):
                     break
+        shorter = without_preambles(conversation) if isinstance(first, _Refusal) else None
+        if shorter is not None and not continue_final_message:
+            with suppress(Exception):  # the first error says more
+                return self._render(shorter, values)
         raise UserError(f"{self._origin}: chat template fails: {first}") from first
 
     def _cut(self, text: str) -> str:

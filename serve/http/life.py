@@ -22,6 +22,7 @@ from ...config import EngineDeadError, EngineOptions, MachineError, UserError
 from ...config.process.logs import facts, write_log
 from ...engine.frontend.engine_log import log_start
 from ...engine.frontend.generation_config import describe_default_sampling
+from ...engine.frontend.tokenizer import Tokenizer
 from ...engine.process.client import EngineClient
 from ...engine.process.wire import Seat
 from .app import make_app
@@ -243,7 +244,7 @@ class Life:
         if self._client.seat.index == 0:
             self._tell_start(reports)
         if tokenizer is not None:
-            self._read_template(tokenizer.chat_template)
+            self._read_template(tokenizer)
         # What has been made by now lives as long as the process: no collection looks at it again.
         gc.collect()
         gc.freeze()
@@ -255,9 +256,13 @@ class Life:
             if (every_s := self._state.settings.log.stats_s) is not None:
                 self._loads = asyncio.create_task(log_loads(self._state, every_s))
 
-    def _read_template(self, template: str) -> None:
-        """Take from the chat template how the model writes, where no option says it."""
-        state = self._state
+    def _read_template(self, tokenizer: Tokenizer) -> None:
+        """Take from the chat template how the model writes, where no option says it.
+
+        Raises:
+            UserError: the parser of an option cannot read what this tokenizer makes.
+        """
+        state, template = self._state, tokenizer.chat_template
         if state.tool_format is None:
             state.tool_format = detect(template)
         name: str | None = state.settings.thinking
@@ -265,7 +270,13 @@ class Life:
             name = detect_thinking(template)
         if FORMATS[state.tool_format or "hermes"].channels:
             name = "openai_gptoss"  # which finds the calls too
-        state.thinking = PARSERS.get(name or "")
+        parser = PARSERS.get(name or "")
+        if parser and (why := parser.refuses(partial(tokenizer.encode, add_special_tokens=False))):
+            if state.settings.thinking == name or state.settings.tool_format is not None:
+                raise UserError(f"reasoning_parser={name}: {why}; give another, or none")
+            _log.info("the chat template shows the reasoning parser %s, but %s", name, why)
+            parser = None
+        state.thinking = parser
 
     def _tell_start(self, reports: list[dict[str, Any]]) -> None:
         for number, report in enumerate(reports):

@@ -105,6 +105,7 @@ def test_any_cuts_of_any_text_give_what_the_whole_gives(
 
 
 TEMPLATE = """{%- for m in messages -%}
+{%- if m.tool_calls and m.content and m.thinking -%}{{ raise_exception("not both") }}{%- endif -%}
 {%- if m.role == "assistant" -%}
 {%- if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>
 {{- m.thinking }}<|end|>{% endif -%}
@@ -254,6 +255,14 @@ def test_a_required_call_is_a_message_to_its_function(http: httpx.Client) -> Non
     assert choice["finish_reason"] == "tool_calls"
 
 
+CALLED = {
+    "role": "assistant",
+    "tool_calls": [
+        {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}},
+    ],
+}
+
+
 def test_the_conversation_reaches_the_template(http: httpx.Client) -> None:
     def prompt(**more: Any) -> str:
         past = {"role": "assistant", "reasoning_content": "hm", "content": "95"}
@@ -262,6 +271,9 @@ def test_the_conversation_reaches_the_template(http: httpx.Client) -> None:
         text: str = http.post("/detokenize", json={"tokens": ids}).json()["prompt"]
         return text
 
+    called = {**CALLED, "reasoning_content": "hm", "content": "I look."}
+    past = {"messages": [called, {"role": "user", "content": "A:"}]}
+    assert http.post("/tokenize", json=past).json()["count"] > 9
     text = prompt(reasoning_effort="high")
     assert "<|start|>assistant<|channel|>analysis<|message|>hm<|end|>" in text
     assert text.endswith("high<|start|>A:")

@@ -40,6 +40,9 @@ async def completions(request: Request) -> Response:
 def _check(body: CompletionRequest) -> None:
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise ApiError(400, "best_of: give n alone; all n outputs come back", param="best_of")
+    if body.thinking_token_budget not in (None, -1):
+        message = "thinking_token_budget: thinking is told apart in chats; use /v1/chat/completions"
+        raise ApiError(400, message, param="thinking_token_budget")
     if body.max_tokens == 0 and (not body.echo or body.stream):
         raise ApiError(400, "max_tokens=0: expected 1, or echo without stream", param="max_tokens")
 

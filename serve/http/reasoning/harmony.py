@@ -172,6 +172,10 @@ class Harmony:
     shown_by = _CHANNEL
     marks = (_START, _END, _CALL, _RETURN, _CHANNEL, _CONSTRAIN, _MESSAGE)
 
+    def refuses(self, ids_of: IdsOf) -> str:
+        missing = [mark for mark in self.marks if len(ids_of(mark)) != 1]
+        return f"the tokenizer has no token {', '.join(missing)}" if missing else ""
+
     def opening(self, prompt: str, continued: str | None = None) -> Opening:
         if continued is not None or prompt.endswith(_ANSWER):
             return Opening.CLOSED

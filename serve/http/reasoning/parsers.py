@@ -30,6 +30,10 @@ class Parser(Protocol):
     @property
     def marks(self) -> Sequence[str]: ...
 
+    def refuses(self, ids_of: IdsOf) -> str:
+        """Why outputs of a tokenizer cannot be read; "" if they can."""
+        ...
+
     def opening(self, prompt: str, continued: str | None = None) -> Opening:
         """Where the output behind a prompt begins; it goes on with the text ``continued``."""
         ...
@@ -63,6 +67,9 @@ class Tagged:
     @property
     def marks(self) -> Sequence[str]:
         return (*self.between.starts, *self.between.ends)
+
+    def refuses(self, ids_of: IdsOf) -> str:
+        return ""
 
     def opening(self, prompt: str, continued: str | None = None) -> Opening:
         return self.between.opening(prompt, continued)
