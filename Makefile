@@ -6,7 +6,7 @@
 #   make test-all                           the cases that `make test` leaves to other seeds too
 #   make test coverage COVERAGE=1           the same, and what share of the package's lines they run
 #   make real-test                          a trained model of 135M says what transformers says
-#   make client-test                        a server, asked by lm-eval and guidellm
+#   make client-test                        a server, asked by lm-eval, guidellm, LiteLLM, LangChain
 #   make mutants  MUTANTS='--count 20 --paths passes'    one-token edits of the sources that no test
 #                                           sees, 200 by default; takes hours
 #   make lines  REASON='why it grew'        sets the line budgets of tests/line_budget.toml

@@ -1,7 +1,7 @@
-"""Asks one server of the bundled model with lm-eval and guidellm, both at once.
+"""Asks one server of the bundled model with lm-eval, guidellm, LiteLLM and LangChain, all at once.
 
 ``python tools/client_test.py BIN``, where BIN is the folder of their commands; ``make client-test``
-makes an environment that has both. Neither asks the network for anything.
+makes an environment that has them. None asks the network for anything.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ TASKS: dict[str, dict[str, Any]] = {
 """A task of log probabilities of an echoed prompt, and one of generation."""
 
 
-def run(folder: Path, name: str, *argv: str) -> None:
-    """Run a client.
+def run(folder: Path, name: str, *argv: str) -> str:
+    """Run a client; returns what it printed.
 
     Raises:
         SystemExit: it fails; its output says why.
@@ -57,6 +57,7 @@ def run(folder: Path, name: str, *argv: str) -> None:
     if done.returncode != 0:
         sys.stdout.buffer.write(done.stdout)
         raise SystemExit(f"client-test: {name} has failed with code {done.returncode}; see above")
+    return done.stdout.decode()
 
 
 def write_tasks(folder: Path) -> None:
@@ -113,10 +114,15 @@ def ask_guidellm(binary: Path, folder: Path, url: str) -> str:
     return f"guidellm: {totals['successful']} chats, no error"
 
 
+def ask_gateways(binary: Path, folder: Path, url: str) -> str:
+    script = str(Path(__file__).with_name("gateway_clients.py"))
+    return run(folder, "gateways", str(binary), "-P", script, url).splitlines()[-1]
+
+
 def main() -> None:
     commands = Path(sys.argv[1]).resolve()
     options = {"model": "abacus", "device": "cpu", "optimization_level": 0}
-    clients = {"lm-eval": ask_lm_eval, "guidellm": ask_guidellm}
+    clients = {"lm-eval": ask_lm_eval, "guidellm": ask_guidellm, "python": ask_gateways}
 
     def ask(name: str) -> str:
         with TemporaryDirectory() as folder:
