@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...compiler.inspect.limits import StepLimit, StepSize, StepWork, limit_of
 from ...config import UserError
 from ...config.ceilings import Ceilings
 from ..result_file import read_results
+
+if TYPE_CHECKING:
+    from ...engine.llm import LLM
 
 Record = dict[str, Any]
 LAUNCH_US = 0.93
@@ -39,6 +42,15 @@ def read_measured(path: Path, options: Mapping[str, Any]) -> Measured:
             ranks than ``options``.
     """
     return read_results(path, "bench latency", lambda records: _measured(records, options, path))
+
+
+def measure_here(llm: LLM, batches: Sequence[int], **how: int) -> Measured:
+    """Time the decode steps of so many requests, and their prefill, as ``bench latency`` does;
+    ``how`` are options of ``measure_latency``."""
+    from ..latency import measure_latency
+
+    rows = [measure_latency(llm, batch, **how) for batch in batches]
+    return Measured(llm.engine.config.hardware.name, measured_rows([{"rows": rows}]))
 
 
 def measured_rows(records: Iterable[Record]) -> dict[StepSize, float]:

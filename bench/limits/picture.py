@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from ..charts import Line, Panel
-from .beside import Record
+
+Record = dict[str, Any]
 
 _BOUNDS = {"bytes_ms": "all bytes", "arithmetic_ms": "all arithmetic", "limit_ms": "limit"}
 _LEAST_SHARE = 0.02

@@ -27,7 +27,7 @@ _PREFIX_LEN = 2000
 _CONTEXTS = [128 << n for n in range(9)]
 
 
-def _engine(options: dict[str, Any]) -> Any:
+def llm_to_measure(options: dict[str, Any]) -> Any:
     """The ``LLM`` to measure: prompts are repeated, so prefixes are not cached unless asked for."""
     return load({"enable_prefix_caching": False, "gpu_memory_utilization": 0.85, **options})
 
@@ -66,7 +66,7 @@ def latency(
     result.check(plot)
     from ...bench.latency import measure_latency
 
-    llm = _engine(engine)
+    llm = llm_to_measure(engine)
     rows = []
     before = llm.report()["drafts"]
     for batch in equal.batch_size or [1]:
@@ -118,7 +118,7 @@ def throughput(
 
     limits = parse_limits(runs.goodput or [])
     works = workload.works(options, result.say)
-    llm = _engine(options)
+    llm = llm_to_measure(options)
     inputs = llm.engine.inputs
     warm_up(llm.engine, fitting(equal(8, 64, 8, inputs.vocab_size), inputs.max_model_len)[0])
     if frontends:
@@ -196,7 +196,7 @@ def growth(
     from ...bench.cases import measure_growth
 
     seqs = max(*batches, *counts)
-    llm = _engine({"enable_prefix_caching": True, "max_num_seqs": seqs, **engine})
+    llm = llm_to_measure({"enable_prefix_caching": True, "max_num_seqs": seqs, **engine})
     contexts = context
     if contexts is None:
         longest = llm.engine.inputs.max_model_len - steps - 1
@@ -236,7 +236,7 @@ def prefix(
     result.check()
     from ...bench.cases import measure_prefix
 
-    llm = _engine({"enable_prefix_caching": True, **engine})
+    llm = llm_to_measure({"enable_prefix_caching": True, **engine})
     if prefix_len is None:
         room = llm.engine.inputs.max_model_len - input_len - max(output_len, 2)
         prefix_len = min(_PREFIX_LEN, max(room, 1))

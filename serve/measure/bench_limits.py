@@ -12,12 +12,13 @@ import typer
 from ...config import UserError
 from ...config.numbers import MOST_REQUESTS, check_counts
 from ..console.flags import TargetSm, model_flags
-from ..console.options import checked
+from ..console.options import check_to_measure, checked
 from ..console.table import table
+from .bench_engine import llm_to_measure
 from .measured import Result
 
 if TYPE_CHECKING:
-    from ...bench.limits.beside import Beside, GpuLimits
+    from ...bench.limits.beside import Beside, GpuLimits, Measured
     from ...compiler.inspect.limits import StepSize
 
 _ROWS = (1, 8, 17, 32, 64, 128, 256, 512)
@@ -63,8 +64,14 @@ class Steps:
         typer.Option(help="Result of bench latency: its steps, with their times beside."),
     ] = None
 
+    measure: Annotated[
+        bool,
+        typer.Option(help="Time the decode steps, and their prefill, on the GPU here first."),
+    ] = False
+
     def __post_init__(self) -> None:
         sizes = {
+            "measure": self.measure,
             "batch_size": self.batch_size,
             "context": self.context,
             "prefill": self.prefill,
@@ -73,6 +80,10 @@ class Steps:
         chosen = [name for name, size in sizes.items() if size]
         if self.measured is not None and chosen:
             raise UserError(f"{chosen[0]}: the steps are those of --measured; give one of them")
+        if self.measure and (others := {*chosen} - {"measure", "batch_size"}):
+            raise UserError(f"{min(others)}: --measure has steps of its own; give --batch-size")
+        if self.measure and self.target_sm is not None:
+            raise UserError("target_sm: --measure is for the GPU here; drop one of them")
         for count in self.batch_size or ():
             check_counts(1, MOST_REQUESTS, batch_size=count)
         for count in self.prefill or ():
@@ -122,10 +133,14 @@ def limits(
     from ...config.device_table import shipped
     from ...engine.limits import ceilings_for, step_works
 
-    measured = read_measured(of.measured, engine) if of.measured else Measured("", {})
+    measured = Measured("", {})
+    if of.measured is not None:
+        measured = read_measured(of.measured, engine)
+    elif of.measure:
+        measured = _timed(engine, of.batch_size or _ROWS)
     pairs = ceilings_for(of.gpu or measured.gpu or None, of.target_sm, shipped())
     if measured.gpu and [t.gpu for t, _ in pairs] != [measured.gpu]:
-        raise UserError(f"gpu={of.gpu}: {of.measured} was measured on {measured.gpu}; drop --gpu")
+        raise UserError(f"gpu={of.gpu}: the steps were measured on {measured.gpu}; drop --gpu")
     steps = list(measured.ms) or of.sizes()
     told = []
     labels = {}
@@ -139,6 +154,21 @@ def limits(
         result.say(f"\n{_text(each)}")
     result.say(_notes(told, unknown))
     result.keep(engine, plot, label=next(iter(labels.values())), limits=[t.to_json() for t in told])
+
+
+def _timed(engine: dict[str, Any], batches: Sequence[int]) -> Measured:
+    """The steps of the GPU here.  The engine has ended when its limits are read."""
+    from ...bench.limits.beside import measure_here
+    from ...engine.worker.hardware import detect_hardware
+
+    if detect_hardware("auto").device != "cuda":
+        raise UserError(
+            "measure: there is no GPU here; keep a result of bench latency on one by --output, and "
+            "give it as --measured"
+        )
+    check_to_measure(engine)
+    with llm_to_measure(engine) as llm:
+        return measure_here(llm, batches)
 
 
 def _text(gpu: GpuLimits) -> str:
@@ -191,5 +221,8 @@ def _notes(told: list[GpuLimits], unknown: int) -> str:
             "hide a part of it in each other. other: kernels below their ceiling, and the host."
         )
     if unknown:
-        notes.append(f"{unknown} calls of a step are ATen ops, whose cost is not known.")
+        calls = (
+            "1 call of a step is an ATen op" if unknown == 1 else f"{unknown} calls are ATen ops"
+        )
+        notes.append(f"{calls}, whose cost is not known.")
     return "\n".join([*notes, *dict.fromkeys(note for gpu in told for note in gpu.ceilings.notes)])

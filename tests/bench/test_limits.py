@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fusewright.bench.limits.beside import LAUNCH_US, Beside, on_gpu, read_measured
+from fusewright.bench.limits.beside import LAUNCH_US, Beside, measure_here, on_gpu, read_measured
 from fusewright.compiler.inspect.limits import StepSize, StepWork, Work, limit_of
 from fusewright.config import UserError
 from fusewright.config.ceilings import Ceilings
@@ -62,6 +62,15 @@ def test_results_of_other_settings_are_refused(
         read_measured(written(tmp_path, *records), options)
 
 
+def test_steps_are_timed_as_bench_latency_does() -> None:
+    from fusewright import LLM
+
+    with LLM("abacus", optimization_level=0, device="cpu", max_num_seqs=4) as llm:
+        measured = measure_here(llm, [2], input_len=32, output_len=4, repeats=1)
+    assert [*measured.ms] == [StepSize(2, 1, 34), StepSize(2, 32, 32)]
+    assert min(measured.ms.values()) > 0
+
+
 def test_a_difference_is_split_into_launches_and_the_rest() -> None:
     step = StepSize(8, 1, 192)
     limit = limit_of(StepWork(step, (Work("linears", 4e9, 1e9, False),), 200, 0), GPU)
@@ -105,6 +114,10 @@ def test_limits_are_drawn_with_what_was_measured() -> None:
             "prefill=100: expected a multiple of 64, the tokens of",
         ),
         (["--batch-size", "1", "--measured", "F"], "batch_size: the steps are those of --measured"),
+        (["--measured", "F", "--measure"], "measure: the steps are those of --measured; give one"),
+        (["--measure", "--context", "64"], "context: --measure has steps of its own; give --bat"),
+        (["--measure", "--target-sm", "90"], "target_sm: --measure is for the GPU here; drop one"),
+        (["--measure", "--batch-size", "1"], "measure: there is no GPU here; keep a result of b"),
         (["--measured", "/absent.json"], "cannot read /absent.json: No such file or directory"),
     ],
 )
