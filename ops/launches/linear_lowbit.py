@@ -242,7 +242,7 @@ def _launch(
     if scaling == "numbers" and by_field:  # few sums, which are rounded less
         scaling = "steps"
     return Launch(
-        kernel="linear_lowbit:_linear_lowbit_kernel",
+        kernel="lowbit:_linear_lowbit_kernel",
         grid=(tiles * splits,),
         args={
             "x_ptr": rows,
@@ -284,7 +284,7 @@ def dequantize(weight: LowBit, dtype: torch.dtype) -> Launches[Tensor]:
     words = min(next_power_of_2(k * weight.stored.weight.bits // 32), _DEQUANTIZED_WORDS)
     columns = words * 32 // weight.stored.weight.bits
     launch = Launch(
-        kernel="linear_lowbit:_dequantize_kernel",
+        kernel="lowbit:_dequantize_kernel",
         grid=(cdiv(n, _DEQUANTIZED_ROWS) * cdiv(k, columns),),
         args={**weight.operands(), "out_ptr": out, "N": n, "K": k},
         constexprs={**weight.constants(), "ROWS": _DEQUANTIZED_ROWS, "WORDS": words},

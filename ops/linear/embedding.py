@@ -11,7 +11,7 @@ from torch import Tensor
 from ..core.desc import EXACT, Case, Cost, Draw, OpDesc, drawn
 from ..core.launch import Launches
 from ..core.op import Implementation, SemanticOp, dispatched, triton
-from ..launches import gather
+from ..launches import tokens as kernels
 
 
 @dispatched
@@ -41,7 +41,7 @@ def _fake(ids: Tensor, weight: Tensor, first_id: Tensor | None = None) -> Tensor
 
 
 def _launches(ids: Tensor, weight: Tensor, first_id: Tensor | None = None) -> Launches[Tensor]:
-    return gather.gather_rows(ids, weight, ids.shape[0], first=first_id)
+    return kernels.gather_rows(ids, weight, ids.shape[0], first=first_id)
 
 
 @drawn

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..core.desc import EXACT, Case, Cost, Draw, OpDesc, drawn
 from ..core.launch import Launches
 from ..core.op import Implementation, SemanticOp, dispatched, triton
-from ..launches import gather
+from ..launches import tokens as kernels
 
 
 @dispatched
@@ -35,7 +35,7 @@ def _fake(hidden: Tensor, query_start_loc: Tensor) -> Tensor:
 
 def _launches(hidden: Tensor, query_start_loc: Tensor) -> Launches[Tensor]:
     num_seqs = query_start_loc.shape[0] - 1
-    return gather.gather_rows(query_start_loc, hidden, num_seqs, index_offset=1, row_offset=-1)
+    return kernels.gather_rows(query_start_loc, hidden, num_seqs, index_offset=1, row_offset=-1)
 
 
 @drawn
