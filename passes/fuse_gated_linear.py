@@ -88,12 +88,14 @@ def _read_plain(node: fx.Node) -> Match | None:
     inner = [one for one in (act.x, *act.nodes[:-1]) if read_elsewhere(one, act.nodes)]
     if inner:
         raise Miss(read_elsewhere(inner[0], act.nodes))
-    if has_epilogue(args) or args["weight_scale"] is not None:
+    is_fp8 = args["weight_scale"] is not None and args["weight_format"] is None
+    if has_epilogue(args) or is_fp8:
         raise Miss(f"{act.name} follows {act.x.name}, which is FP8 or has an activation already")
     if reason := written_between(act.x, node):
         raise Miss(reason)
     args["activation"] = act.name
-    args = {name: args[name] for name in _ARGS[: 1 + _ARGS.index("activation")]}
+    if args["weight_format"] is None:  # defaults at the end, which a call leaves out
+        args = {name: args[name] for name in _ARGS[: 1 + _ARGS.index("activation")]}
     fused = call(LINEAR, tuple(args.values()))
     return Match(node, [act.x, *act.nodes], [node], fused, act.tier)
 

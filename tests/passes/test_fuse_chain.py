@@ -34,6 +34,9 @@ FP8, Q = "linear(weight, weight_scale, group_size=0)", "add_norm(weight, eps=1e-
 N1 = "add_norm(weight, eps=1e-05, offset=1.0)"
 R = Q.replace("=0)", "=0, reduce=True)")
 BIASED = FP8.replace("weight,", "weight, bias,", 1)
+I8 = "linear(weight, weight_scale, weight_format='int8_channel')"
+I8A = I8.replace("scale, ", "scale, activation='silu', ")
+I8B = I8.replace("weight,", "weight, bias,", 1)
 ACT = "act(activation='silu', group_size=0)"
 
 
@@ -51,6 +54,13 @@ def fp8(x: Tensor, w: Tensor, bias: Tensor | None = None, dtype: Any = torch.bfl
     w = w.view(SIZE, -1)
     scale = w[:, :1].abs().float() + 0.5
     return ops.linear(q, w.to(torch.float8_e4m3fn), bias, x_scale, scale, dtype)
+
+
+def int8(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A layer of stored integers with a scale for each row."""
+    w = w.view(SIZE, -1)
+    stored = (w * 64).to(torch.int8), bias, None, w[:, :1].abs().float() + 0.01
+    return ops.linear(x, *stored, None, None, None, None, "int8_channel")
 
 
 def halved(w: Tensor) -> Tensor:
@@ -83,6 +93,12 @@ def last_layer(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
     """The norm behind the MLP goes to no layer."""
     total = r + dense(x, w)
     return norm(total + mlp(total, w, nw, dense), nw)
+
+
+def few_bits(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+    total = r + int8(x, w, nw)
+    total = total + mlp(total, w, nw, int8)
+    return int8(norm(total, nw), w), total
 
 
 def fp8_layer(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
@@ -154,6 +170,7 @@ MATCHED: list[tuple[Model, list[str]]] = [
         fp8_layer,
         [f"{BIASED} > {Q} > {FP8} > {ACT} > {FP8} > {Q} > {BIASED}"],
     ),
+    (few_bits, [f"{I8B} > {N} > {I8A} > {I8} > {N} > {I8}"]),
     (fp8_last_layer, [f"{FP8} > {Q} > {FP8} > {ACT} > {FP8}"]),
     (two_layers, [" > ".join([f"{FP8} > {Q} > {FP8} > {ACT} > {FP8} > {Q} > {FP8}"] * 2)]),
     (not_the_sum, [f"{L} > {N} > linear(weight, activation='silu')", f"{L} > {N} > {L}"]),
@@ -260,6 +277,10 @@ def static(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
     return ops.linear(q, weight, None, scale, scale, torch.bfloat16), total
 
 
+def one_of_few_bits(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+    return int8(norm(r + dense(x, w), nw), w)
+
+
 def gated_before(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
     return dense(norm(r + gated(x, w), nw), w)
 
@@ -290,6 +311,7 @@ def activated_alone(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
     ("model", "reason"),
     [
         (gated_before, "the layer before the norm has an activation"),
+        (one_of_few_bits, "reads no weights in int8_channel"),
         (delta, "is also read by linear"),
         (doubled, "is added to itself"),
         (no_linear, "comes from cos, not from a linear layer"),

@@ -55,6 +55,11 @@ def relu2(x: Tensor, weight: Tensor) -> Tensor:
     return F.relu(ops.linear(x, weight)).square()
 
 
+def few_bits_relu(x: Tensor, weight: Tensor) -> Tensor:
+    stored = (weight * 64).to(torch.int8), None, None, weight[:, :1].abs().float() + 0.01
+    return F.relu(ops.linear(x, *stored, None, None, None, None, "int8_channel"))
+
+
 def exact_gelu(x: Tensor, weight: Tensor) -> Tensor:
     return F.gelu(ops.linear(x, weight))
 
@@ -99,7 +104,10 @@ def test_they_become_one_op_and_no_bit_changes(model: Model) -> None:
 
 @pytest.mark.parametrize(
     ("model", "activation"),
-    [(relu, "relu"), (relu2, "relu2"), (exact_gelu, "gelu"), (gelu_new, "gelu_new")],
+    [
+        *((relu, "relu"), (relu2, "relu2"), (exact_gelu, "gelu"), (gelu_new, "gelu_new")),
+        (few_bits_relu, "relu"),
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_plain_activation_is_an_epilogue_too(
@@ -111,6 +119,7 @@ def test_a_plain_activation_is_an_epilogue_too(
     assert report.matched == 1 and not report.missed
     (linear,) = gm.graph.find_nodes(op="call_function", target=torch.ops.fw.linear.default)
     assert linear.args[6] == activation
+    assert (linear.args[9:10] == ("int8_channel",)) is (model is few_bits_relu)
     assert not {"relu", "gelu", "tanh", "pow", "square"} & {*targets(gm)}
 
 
