@@ -6,6 +6,7 @@ weight, or a rank's part of it, and it is copied to its place among those that a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +52,8 @@ class LaidOutRead:
         """Bytes that are read."""
         rows, columns = self.part.rows, self.part.columns
         numbers = (rows.stop - rows.start) * (columns.stop - columns.start)
-        return self.source.nbytes * numbers // (self.source.shape[0] * self.source.shape[1])
+        share: int = self.source.nbytes * numbers // math.prod(self.source.shape)
+        return share
 
 
 def layout_of(spec: ModelSpec, module: Any) -> Layout | None:
@@ -89,7 +91,7 @@ def laid_out_reads(
         ranges = [slice(0, sizes[0]), slice(0, sizes[1])]
         ranges[place.dim] = slice(place.source_start, place.source_start + place.length)
         dest = place.dest_start if place.dim == 0 else 0
-        reads.append(LaidOutRead(source, target.module, module, Part(*ranges), dest))
+        reads.append(LaidOutRead(source, target.module, module, Part(ranges[0], ranges[1]), dest))
         used |= {info.name for info in source.tensors.values()}
         used |= {beside for beside in names_beside(name, layout) if beside in found}
     readers = {read.name: read.source for read in reads if read.source.layout.order is not None}

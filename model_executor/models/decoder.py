@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ... import ops
 from ...ops.attention.rotary_cache import build_cos_sin_cache
 from ..attention import AttentionInputs
-from ..layers import Embedding, LMHead, RMSNorm, qkv_linear, row_linear
+from ..layers import Embedding, Linear, LMHead, RMSNorm, qkv_linear, row_linear
 from ..spec import ModelSpec
 from .moe import GatedMLP, MoE
 
@@ -172,11 +172,12 @@ class DecoderModel(nn.Module):
         vocab_size, hidden = spec.vocab_size, spec.hidden_size
         self.embed = Embedding(vocab_size, hidden, world) if spec.has_embedding else None
         self.layers = nn.ModuleList(DecoderLayer(spec, i) for i in range(spec.num_layers))
-        for layer, name in product(
+        for number, name in product(
             range(spec.num_layers), spec.quant.gathered if spec.quant else ()
         ):
-            if name in spec.linears and spec.quant_of(layer, name) and not spec.of_experts(name):
-                self.layers[layer].get_submodule(name).gather_input()
+            linear = dict(self.layers[number].named_modules()).get(name)
+            if isinstance(linear, Linear) and linear.quant is not None:
+                linear.gather_input()
         self.norm = RMSNorm(hidden, spec.rms_norm_eps) if spec.has_head else None
         tied = self.embed if spec.tie_word_embeddings else None
         self.lm_head = LMHead(vocab_size, hidden, tied, world) if spec.has_head else None

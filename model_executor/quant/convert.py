@@ -183,15 +183,24 @@ def read_part(laid: LaidOut, part: Part) -> dict[str, Tensor]:
     order = order_of(laid)
     rows = slice(0, laid.shape[0]) if part.rows_order is not None else part.rows
     columns = slice(0, laid.shape[1]) if order is not None else part.columns
+    shift = (form.offset - layout.offset) % 256
+    pairs = order is None and pairs_are_bytes(layout, shift)
     with ExitStack() as stack:
         files = {info.file for info in laid.tensors.values()}
         opened = {file: stack.enter_context(open_checkpoint_file(file)) for file in files}
         read = {
-            kind: _read(opened[info.file], info, layout.tensors[kind], laid.shape, (rows, columns))
+            kind: _read(
+                opened[info.file],
+                info,
+                layout.tensors[kind],
+                (laid.shape, rows, columns),
+                pairs=pairs and kind == "weight",
+            )
             for kind, info in laid.tensors.items()
             if kind != "order"
         }
-    tensors = {"weight": _integers(laid, read["weight"])}
+    weight = read["weight"] ^ 0x88 if pairs and shift else read["weight"]
+    tensors = {"weight": weight if pairs else _integers(laid, weight)}
     tensors["weight_scale"] = _scales(laid, read["weight_scale"])
     if layout.zero is not None:
         zeros = _zeros(laid, read["weight_zero"])
@@ -206,6 +215,8 @@ def read_part(laid: LaidOut, part: Part) -> dict[str, Tensor]:
         if kind != "weight":
             tensor = tensor.expand(count, tensor.shape[1])
         placed[kind] = _selected(form.tensors[kind], tensor, part, order)
+    if pairs:
+        return {kind: tensor.contiguous() for kind, tensor in placed.items()}
     return {kind: _packed(form.tensors[kind], tensor) for kind, tensor in placed.items()}
 
 
@@ -227,30 +238,68 @@ def _read(
     opened: Any,
     info: TensorInfo,
     tensor: StoredTensor,
-    shape: tuple[int, int],
-    part: tuple[slice, slice],
+    where: tuple[tuple[int, int], slice, slice],
+    *,
+    pairs: bool,
 ) -> Tensor:
-    """The elements of a part as [rows, columns] of them, unpacked."""
+    """The numbers of a part, [rows, columns]; with ``pairs`` two columns of integers a byte.
+
+    Args:
+        where: shape of the weight, and the part's rows and columns.
+    """
+    shape, *part = where
     sizes = _shape(tensor, shape)
     ranges = []
     for axis in (0, 1):
         step, index = tensor.steps[axis], part[axis]
         whole = slice(0, 1) if not step else slice(index.start // step, -(-index.stop // step))
         ranges.append(whole)
-    index = tuple(reversed(ranges)) if tensor.transposed else tuple(ranges)
+    first, second = reversed(ranges) if tensor.transposed else ranges
+    elements: Tensor
     if len(info.shape) == 2 and info.shape == sizes:
-        elements = opened.get_slice(info.name)[index]
+        elements = opened.get_slice(info.name)[first, second]
     else:
-        elements = opened.get_tensor(info.name).reshape(sizes)[index]
+        elements = opened.get_tensor(info.name).reshape(sizes)[first, second]
     if tensor.dtype == "float8_e8m0fnu":
         elements = elements.view(torch.uint8)
-    numbers = unpack_bytes(tensor, elements)
+    numbers = pairs_of_columns(tensor, elements) if pairs else unpack_bytes(tensor, elements)
     for axis in (0, 1):
-        if step := tensor.unit[axis]:
+        if step := tensor.unit[axis] * (1 + (pairs and axis == 1)):
             first = ranges[axis].start * tensor.steps[axis] // step
             start, stop = part[axis].start // step, -(-part[axis].stop // step)
             numbers = numbers.narrow(axis, start - first, stop - start)
     return numbers
+
+
+def pairs_are_bytes(layout: Layout, shift: int) -> bool:
+    """Whether integers of 4 bits can go to a layer without a byte of their own: their order in an
+    element is that of columns, or any order of rows; and what is added to them flips bits."""
+    packing = layout.weight.packing
+    if packing is None or layout.bits != 4 or shift % 16 not in (0, 8):
+        return False
+    return packing.along == "rows" or not packing.order
+
+
+def pairs_of_columns(tensor: StoredTensor, elements: Tensor) -> Tensor:
+    """uint8 [rows, columns / 2] of integers of 4 bits, the lower column in the lower bits."""
+    assert tensor.packing is not None
+    words = (elements.t() if tensor.transposed else elements).contiguous()
+    if tensor.packing.along == "columns":
+        return words.view(torch.uint8)
+    # Of a word of each of two columns, every other field: four bytes of pairs at once.
+    low = 0x0F0F0F0F if words.dtype == torch.int32 else 0x0F
+    first, second = words[:, 0::2], words[:, 1::2]
+    even = (first & low) | ((second & low) << 4)
+    odd = ((first >> 4) & low) | (second & ~low if words.dtype == torch.int32 else second & 0xF0)
+    by_field = [
+        each.contiguous().view(torch.uint8).unflatten(1, (even.shape[1], -1))
+        for each in (even, odd)
+    ]
+    fields = field_order(tensor)
+    pairs = torch.empty(words.shape[0], len(fields), even.shape[1], dtype=torch.uint8)
+    for neighbour, place in enumerate(fields):
+        pairs[:, neighbour] = by_field[place % 2][..., place // 2]
+    return pairs.flatten(0, 1)
 
 
 def unpack_bytes(tensor: StoredTensor, elements: Tensor) -> Tensor:

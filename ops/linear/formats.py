@@ -202,7 +202,8 @@ def pack(tensor: StoredTensor, numbers: Tensor) -> Tensor:
     """The stored tensor of numbers [rows, columns]: the inverse of ``unpack``."""
     if (packing := tensor.packing) is not None:
         axis, mask = AXES.index(packing.along), 2**packing.bits - 1
-        fields = numbers.long().unflatten(axis, (-1, tensor.packed)).unbind(axis + 1)
+        wide = torch.uint8 if tensor.dtype == "uint8" and not packing.signed else torch.int64
+        fields = numbers.to(wide).unflatten(axis, (-1, tensor.packed)).unbind(axis + 1)
         numbers = torch.zeros_like(fields[0])
         for field, values in zip(field_order(tensor), fields, strict=True):
             numbers |= (values & mask) << (packing.bits * field)
@@ -237,7 +238,7 @@ def quantize(stored: StoredFormat, weight: Tensor) -> dict[str, Tensor]:
         scale = _stored_scale(stored, largest / (high - stored.offset))
     if not stored.values:
         shift = zero if stored.zero is not None else stored.offset
-        integers = ((units / scale).round() + shift).clamp(low, high).int()
+        integers = (units / scale).round_().add_(shift).clamp_(low, high)
     tensors["weight"] = pack(stored.weight, integers.flatten(2).flatten(0, 1))
     tensors["weight_scale"] = pack(stored.scale, scale[:, 0, :, 0])
     return tensors
@@ -267,12 +268,12 @@ def _look_up(codes: Tensor, values: Sequence[float]) -> Tensor:
 
 def _nearest(numbers: Tensor, values: Sequence[float]) -> Tensor:
     """The code of the value nearest to each number."""
-    codes = torch.zeros_like(numbers, dtype=torch.int32)
-    best = (numbers - values[0]).abs()
-    for code, value in enumerate(values[1:], 1):
-        error = (numbers - value).abs()
-        codes, best = torch.where(error < best, code, codes), torch.minimum(error, best)
-    return codes
+    ascending, codes = torch.tensor(values, device=numbers.device).sort()
+    between = (ascending[1:] + ascending[:-1]) / 2
+    place = torch.zeros_like(numbers, dtype=torch.uint8)
+    for least in between.tolist():  # faster than a search in so short a list
+        place += numbers > least
+    return codes.to(torch.uint8)[place.int()]
 
 
 def _stored_scale(stored: StoredFormat, scale: Tensor) -> Tensor:
