@@ -191,8 +191,8 @@ def _contradictions(form: StoredFormat) -> Iterator[str]:
     if form.scale.dtype not in FLOAT_BITS or form.scale.packing:
         yield f"scale is of {form.scale.dtype}, expected one of {', '.join(FLOAT_BITS)}, not packed"
     if form.row_scale and (form.row_scale.dtype not in FLOAT_BITS or form.row_scale.unit != (1, 0)):
-        given = f"{form.row_scale.dtype} for {form.row_scale.unit}"
-        yield f"row_scale is of {given}, expected one of {', '.join(FLOAT_BITS)} for (1, 0)"
+        stated = f"{form.row_scale.dtype} for {form.row_scale.unit}"
+        yield f"row_scale is of {stated}, expected one of {', '.join(FLOAT_BITS)} for (1, 0)"
     if form.weight.unit != (1, 1):
         yield f"weight has a number for {form.weight.unit} rows and columns, expected (1, 1)"
     if form.scale.unit[0] < 1 or form.scale.unit[1] < 0:

@@ -42,7 +42,7 @@ def generate(llm: LLM) -> list[Any]:
     return llm.generate([list(prompt) for prompt in prompts()], PARAMS, use_tqdm=False)
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(4)
 @pytest.mark.parametrize(
     ("dialect", "impl"),
     [*product(DIALECTS, IMPLS)],

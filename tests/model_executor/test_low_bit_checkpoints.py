@@ -68,6 +68,7 @@ def test_layers_hold_the_numbers_of_every_dialect(dialect: Dialect, tmp_path: Pa
         assert mlp.down.x_order is None and mlp.gate_up.x_order is not None
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("dialect", SPREAD, ids=lambda dialect: dialect.name)
 def test_ranks_hold_every_dialect_together(dialect: Dialect, tmp_path: Path) -> None:
     save(dialect, tmp_path)

@@ -187,6 +187,7 @@ def test_scales_move_in_units() -> None:
         )
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("dialect", low_bit.DIALECTS, ids=lambda each: each.name)
 def test_dialects_of_low_bits_have_the_bits_of_the_adapter(
     dialect: low_bit.Dialect, tmp_path: Path
