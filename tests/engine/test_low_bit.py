@@ -12,7 +12,9 @@ import torch
 
 from fusewright import LLM, SamplingParams
 from fusewright.config.weight_format import MXFP4, NVFP4, STORED_FORMATS
+from fusewright.model_executor.abacus.problems import held_out
 from fusewright.ops.linear.formats import dequantize, quantize
+from fusewright.serve.commands.evaluate import greedy, solved
 from tests.engine.test_parity import LogitsRecorder, prompts
 from tests.model_executor.low_bit_checkpoints import BY_NAME, DIALECTS, TINY, Dialect, save
 from tests.model_executor.stored_formats import logits_of
@@ -114,3 +116,17 @@ def test_weights_are_quantized_while_they_are_loaded(
     how = {"tensor_parallel_size": ranks, "optimization_level": 0, "model_impl": impl}
     with LLM(str(tmp_path), quantization=name, **how, **OPTIONS) as llm:
         check_tokens(quantized(name), generate(llm))
+
+
+@pytest.mark.product(3)
+@pytest.mark.parametrize("model", ["abacus", "abacus-moe"])
+@pytest.mark.parametrize("name", ["int8", "int4_g32", MXFP4])
+def test_bundled_models_stay_accurate(model: str, name: str) -> None:
+    """Of a model with experts, its attention: experts stay in 16 bits."""
+    problems = held_out(30, 0)
+    how: dict[str, Any] = {"device": "cpu", "optimization_level": 0, "max_num_seqs": 30}
+    with LLM(model, quantization=name, **how) as llm:
+        prompts_of = [problem.prompt for problem in problems]
+        outputs = llm.generate(prompts_of, greedy(problems), use_tqdm=False)
+    right = sum(solved(p, output) for p, output in zip(problems, outputs, strict=True))
+    assert right >= 28, f"{right} of 30"
