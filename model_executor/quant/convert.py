@@ -323,7 +323,7 @@ def _packed(tensor: StoredTensor, numbers: Tensor) -> Tensor:
     """A layer's tensor, of which neighbouring columns may share a byte."""
     if tensor.packing is None:
         return numbers.contiguous()
-    pairs = numbers.contiguous().unflatten(1, (-1, 2))
+    pairs: Tensor = numbers.contiguous().unflatten(1, (-1, 2))
     return pairs[..., 0] | (pairs[..., 1] << 4)
 
 
