@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ...config import UserError
 
@@ -13,7 +14,7 @@ def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
-def are_ids(values: Iterable[object]) -> bool:
+def are_ids(values: Iterable[Any]) -> bool:
     """Whether all are integers of at least 0."""
     return all(is_int(value) and value >= 0 for value in values)
 

@@ -56,9 +56,9 @@ class ChannelReader:
         self._finds_calls, self._max_calls = finds_calls, max_calls
         self.num_calls = 0
         self._text, self._parts = "", list[Part]()
-        self._kind, self._function = str, ""
-        self._arguments: list[str] = []
-        self._has = {Thought: False, str: False}
+        self._kind: type[str] | type[Thought] = str
+        self._function, self._arguments = "", list[str]()
+        self._has: dict[type, bool] = {Thought: False, str: False}
         self._is_new = False
         self._ends_with_call = False
         self._read: Callable[[], bool] = self._read_body

@@ -15,7 +15,10 @@ Part: TypeAlias = str | Thought | Call
 class Reader(Protocol):
     """Reads one output as it comes."""
 
-    num_calls: int
+    @property
+    def num_calls(self) -> int:
+        """Calls so far."""
+        ...
 
     def push(self, text: str) -> Sequence[Part]:
         """The parts that are certain behind this text, in their order."""
@@ -70,7 +73,7 @@ class WithoutThoughts:
     """A reader whose parts of thinking are left out."""
 
     def __init__(self, reader: Reader) -> None:
-        self._reader, self.finish_reason = reader, reader.finish_reason
+        self._reader = reader
 
     @property
     def num_calls(self) -> int:
@@ -81,6 +84,9 @@ class WithoutThoughts:
 
     def finish(self) -> Sequence[Part]:
         return [part for part in self._reader.finish() if not isinstance(part, Thought)]
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        return self._reader.finish_reason(reason)
 
 
 @dataclass
