@@ -78,7 +78,9 @@ def make_batch(scheduled: list[ScheduledRequest], vocab_size: int) -> Batch:
         if num_tokens != query_len:
             query_len = 0
         behind = () if entry.draft == NO_DRAFT else drafts
-        forced = request.forced_id() if entry.num_sampled else None
+        forced = None
+        if request.thinking is not None and entry.num_sampled:
+            forced = request.forced_id()
         if forced is not None:
             masked.append(row)
             masks.append(only(forced, vocab_size))

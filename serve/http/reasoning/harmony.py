@@ -76,9 +76,10 @@ class ChannelReader:
 
     def finish(self) -> Sequence[Part]:
         """The rest, when nothing more will come."""
-        is_text = self._read == self._read_head and not self._text.lstrip().startswith("<|")
-        if self._read in (self._read_body, self._read_start) or is_text:
-            self._add(self._text)
+        if self._read == self._read_head:  # which has not become one: a text such as "to=…"
+            self._text = self._text.partition("<|")[0]
+            self._text = self._text if self._text.strip() else ""
+        self._add(self._text)
         self._text = ""
         self._end_call()
         return self._certain()
