@@ -63,6 +63,7 @@ Flags may have underscores, `-tp`, `-pp`, `-dp`, `-ep` and `-q` are understood, 
 | address of the server | all interfaces | 127.0.0.1; `--host 0.0.0.0` opens it |
 | sites whose pages may ask (CORS) | all | none; `--allowed-origins '*'` opens it |
 | tool calls | `--enable-auto-tool-choice` and a parser | read as the chat template writes them |
+| reasoning | `--reasoning-parser` | read as the chat template marks it; `--reasoning-parser` names what it does not show |
 | code that comes with a model | runs with `trust_remote_code` | never runs |
 | compiled code | built at the first start | kept as an artifact, listed by `fusewright cache ls` |
 | batch invariance | an environment variable | `batch_invariant=True` |
