@@ -40,7 +40,7 @@ def chat(
     """Chat with a model at the terminal: a line is a message, the answer is streamed.
 
     /clear forgets the conversation; Ctrl-C ends an answer, Ctrl-D the chat. Lines of a pipe are
-    messages too.
+    messages too. A server's thinking goes to stderr.
     """
     if sampling.get("n", 1) != 1:
         raise UserError("--n: a chat has one answer; `fusewright run` gives several")
@@ -82,11 +82,18 @@ def _of_server(server: Server, engine: dict[str, Any], sampling: dict[str, Any])
     body = {"model": engine.get("model") or server.model(), **sampling}
 
     def answer(messages: Sequence[dict[str, str]]) -> Generator[str, None, None]:
-        asked = {**body, "messages": messages}
+        asked, thinks = {**body, "messages": messages}, False
         with closing(server.stream("/v1/chat/completions", asked)) as events:
             for event in events:
-                for choice in event.get("choices", ()):
-                    yield choice["delta"].get("content") or ""
+                for delta in (choice["delta"] for choice in event.get("choices", ())):
+                    if thought := delta.get("reasoning_content"):
+                        thinks = True
+                        typer.echo(thought, nl=False, err=True)
+                    if text := delta.get("content"):
+                        if thinks:
+                            typer.echo("\n", err=True)
+                        thinks = False
+                        yield text
 
     return answer
 

@@ -3,13 +3,17 @@ apart from the answer, whole and streamed, in every API."""
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
+
+from fusewright.serve.cli import main
 
 from .scripted_model import EOS, write_model
 from .server_process import ServerProcess
@@ -214,3 +218,14 @@ def test_the_client_of_anthropic_reads_blocks(server: ServerProcess) -> None:
         past = [*given["messages"], {"role": "assistant", "content": answer.content}]
         more = {**given, "messages": [*past, *given["messages"]]}
         assert claude.messages.create(**more).content[-1].text == "It is 95."
+
+
+def test_a_chat_at_the_terminal_shows_the_thinking_beside_the_answer(
+    server: ServerProcess,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Add:\nPlain:\n"))
+    assert main(["chat", "--url", server.url]) == 0
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("It is 95.\nIt is 95.\n", "I add them.\n\n")
