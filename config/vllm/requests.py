@@ -75,7 +75,7 @@ COMPLETIONS = table(
     refused(_TEXT + "; leave it out", "modalities", (["text"],)),
     refused(_TEXT + "; leave it out", "audio"),
     refused("put both parts into the prompt, with the model's own marks of a gap", "suffix"),
-    refused("the template is the model's; start the server with --chat-template", "chat_template"),
+    same("chat_template", "needs --trust-request-chat-template"),
     refused("use tools", "functions"),
     refused("use tool_choice", "function_call", ("auto", "none")),
     refused("the client searches; give it as a function in tools", "web_search_options"),

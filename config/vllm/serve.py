@@ -34,6 +34,7 @@ SERVE = table(
         switch=True,
     ),
     same("disable_log_stats disable_log_requests disable_uvicorn_access_log", switch=True),
+    same("trust_request_chat_template", switch=True),
     same("enable_log_requests", "sizes and sampling, never the text", switch=True),
     same("disable_access_log_for_endpoints", "those of probes and /metrics unless given"),
     ignored("texts of requests are not logged", "max_log_len"),
@@ -47,11 +48,6 @@ SERVE = table(
     ignored(
         "each engine has a process of its own",
         "disable_frontend_multiprocessing disable_log_deltas",
-        switch=True,
-    ),
-    refused(
-        "the template is the model's or that of --chat-template",
-        "trust_request_chat_template",
         switch=True,
     ),
     refused("give chat_template_kwargs in the request", "default_chat_template_kwargs"),

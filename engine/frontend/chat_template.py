@@ -35,7 +35,7 @@ from .chat_messages import (
 
 TAKEN = (
     *("messages", "add_generation_prompt", "add_special_tokens", "continue_final_message"),
-    "self",
+    *("self", "template"),
 )
 """Variables that have arguments of their own."""
 _LISTS = ("tools", "documents")

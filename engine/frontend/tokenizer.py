@@ -186,19 +186,36 @@ class Tokenizer:
         return given_chat_template(self._chat_template)
 
     def render_chat(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        template: ChatTemplates | None = None,
+        **variables: Any,
     ) -> str:
         """The prompt text of a conversation; encode it without adding special tokens.
 
         Args:
+            template: in place of the model's, as ``template_of`` makes it.
             variables: the template's variables; ``tools`` and ``documents`` are lists of objects.
 
         Raises:
             UserError: there is no chat template, or it refuses the messages.
         """
-        return self.chat_templates.render(
+        return (template or self.chat_templates).render(
             messages, add_generation_prompt=add_generation_prompt, **variables
         )
+
+    def template_of(self, text: str) -> ChatTemplates:
+        """The chat template of a Jinja text, with this tokenizer's special tokens.
+
+        Raises:
+            UserError: it does not compile.
+        """
+        from .chat_template import ChatTemplates
+
+        sources = {"default": (text, Path("chat_template"))}
+        return ChatTemplates(sources, self.special_tokens, self.folder)
 
     @property
     def chat_template(self) -> str:

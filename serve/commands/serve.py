@@ -81,6 +81,13 @@ class Access:
             "as they are on a loopback address."
         ),
     ] = None
+    trust_request_chat_template: Annotated[
+        bool,
+        typer.Option(
+            "--trust-request-chat-template",
+            help="Requests may bring chat templates: programs, which may run without end.",
+        ),
+    ] = False
 
 
 @dataclass(frozen=True)
@@ -238,6 +245,7 @@ def serve(
         otlp_endpoint=_collector(otlp_endpoint),
         strict_fields=limits.strict_fields,
         thinking=formats.reasoning_parser,
+        trust_request_chat_template=access.trust_request_chat_template,
         tool_format=None if formats.tool_call_parser == "auto" else formats.tool_call_parser,
         log=server_settings.LogSettings(
             style=log.style(),

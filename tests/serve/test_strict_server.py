@@ -24,7 +24,8 @@ def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """A strict server whose chat template reads variables and shows every message."""
     template = tmp_path_factory.mktemp("template") / "chat.jinja"
     template.write_text(TEMPLATE)
-    server = ServerProcess("--strict-fields", "--chat-template", str(template)).wait_ready()
+    flags = ("--strict-fields", "--trust-request-chat-template")
+    server = ServerProcess(*flags, "--chat-template", str(template)).wait_ready()
     with server.client() as made:
         yield made
     assert server.stop() == 0
@@ -98,3 +99,17 @@ def test_a_last_message_is_continued_and_echoed(strict: httpx.Client) -> None:
     assert text_of(strict.post("/v1/messages", json=asked).json()) == "5"
     response = {"input": messages, "temperature": 0, "continue_final_message": True}
     assert text_of(strict.post("/v1/responses", json=response).json()) == "5"
+
+
+def test_a_trusted_template_of_a_request_is_in_place_of_the_models(strict: httpx.Client) -> None:
+    own = "{% for m in messages %}{{ m.content }}{% endfor %}[{{ mood }}]"
+    body = {**CHAT, "chat_template": own, "chat_template_kwargs": {"mood": "glad"}}
+    assert rendered(strict, "/v1/chat/completions", body) == "37+58=[glad]"
+    for more, told in (
+        ({"chat_template": "{% for"}, "chat template does not compile"),
+        ({"chat_template": "{{ raise_exception('no') }}"}, "chat template fails: no"),
+        ({"chat_template": own, "chat_template_kwargs": {"hue": 1}}, "it reads: mood"),
+    ):
+        answer = strict.post("/v1/chat/completions", json={**CHAT, **more})
+        assert answer.status_code == 400
+        assert told in answer.json()["error"]["message"]

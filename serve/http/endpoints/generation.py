@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from ....config import UserError
-from ....engine.frontend.chat_template import TAKEN
+from ....engine.frontend.chat_template import TAKEN, ChatTemplates
 from ....engine.frontend.grammar import form_grammar, json_grammar
 from ....engine.frontend.inputs import Prompt
 from ....engine.messages.sampling_params import SamplingParams
@@ -128,7 +128,10 @@ async def render(
     Raises:
         ApiError: a variable or a message is bad.
     """
-    inputs, variables = state.client.inputs, _variables(state, body)
+    inputs, template = state.client.inputs, _template(state, body)
+    variables = _variables(state, body, template)
+    if template is not None:
+        variables["template"] = template
     if tools:
         variables["tools"] = tools
     continues = body.continue_final_message is True
@@ -142,14 +145,40 @@ async def render(
         **variables,
     )
     try:
-        return await work_on(state, make, (messages, variables))
+        return await work_on(state, make, (messages, variables, body.chat_template))
     except UserError as error:
         raise api_error(error, "messages") from error
 
 
-def _variables(state: ServerState, body: Templated) -> dict[str, Any]:
+def _template(state: ServerState, body: Templated) -> ChatTemplates | None:
+    """The chat template that a body brings, if it brings one.
+
+    Raises:
+        ApiError: the server trusts no such template, or it does not compile.
+    """
+    if body.chat_template is None:
+        return None
+    if not state.settings.trust_request_chat_template:
+        raise ApiError(
+            400,
+            "chat_template: the template of a request is a program of its sender, and this server "
+            "trusts none; start it with --trust-request-chat-template, or with --chat-template",
+            param="chat_template",
+        )
+    try:
+        return state.client.inputs.require_tokenizer().template_of(body.chat_template)
+    except UserError as error:
+        raise api_error(error, "chat_template") from error
+
+
+def _variables(
+    state: ServerState, body: Templated, template: ChatTemplates | None
+) -> dict[str, Any]:
     """The variables of the chat template that a body sets; the log tells of those that the template
     does not read.
+
+    Args:
+        template: the one that the body brings, if it brings one.
 
     Raises:
         ApiError: the name of one is taken, or the template does not read it and the server is
@@ -157,8 +186,9 @@ def _variables(state: ServerState, body: Templated) -> dict[str, Any]:
     """
     inputs, kwargs = state.client.inputs, dict(body.chat_template_kwargs or {})
     try:
-        read = inputs.require_tokenizer().chat_templates.variables
-        inputs.check_template_variables(
+        templates = template or inputs.require_tokenizer().chat_templates
+        read = templates.variables
+        templates.check_variables(
             name for name in kwargs if name in TAKEN or (state.fields.strict and name not in read)
         )
     except UserError as error:

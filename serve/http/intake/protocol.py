@@ -139,6 +139,7 @@ class Templated(Fields):
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: _Documents | None = None
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None

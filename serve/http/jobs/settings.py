@@ -25,6 +25,7 @@ class Settings:
         thinking: how the model marks its thinking: auto, none, or a name of the parsers' table.
         otlp_endpoint: URL of the collector of traces; None: nothing is traced.
         strict_fields: refuse requests with fields that are not known.
+        trust_request_chat_template: requests may bring chat templates, which are programs.
         log: what the processes log, and how.
     """
 
@@ -43,3 +44,4 @@ class Settings:
     otlp_endpoint: str | None = None
     log: LogSettings = field(default_factory=LogSettings)
     strict_fields: bool = False
+    trust_request_chat_template: bool = False
