@@ -75,9 +75,9 @@ class GroupedHelp(TyperCommand):
             raise
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        # Some versions of typer put brackets around the metavar of an optional argument.
-        pieces = super().collect_usage_pieces(ctx)
-        return [piece.replace("[[", "[").replace("]]", "]") for piece in pieces]
+        # Not typer's own: each version puts other brackets and braces around an argument.
+        arguments = [p for p in self.get_params(ctx) if p.param_type_name == "argument"]
+        return ["[OPTIONS]", *map(_usage, arguments)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         every = bool(ctx.meta.get(HELP_ALL))
@@ -97,7 +97,7 @@ class GroupedHelp(TyperCommand):
                 continue
             flags, text = _plain(record[0]), record[1]
             if parameter.name in arguments:
-                flags = flags.split()[0].strip("[]")
+                flags = _usage(parameter).strip("[].")
             if panel and not every:
                 panel, text = "Common options of engine and sampling", _first_clause(text)
             if parameter.name != HELP_ALL or every:
@@ -118,6 +118,13 @@ def _known(parameters: list[Any]) -> dict[str, bool]:
         if parameter.param_type_name == "option"
         for flag in (*parameter.opts, *parameter.secondary_opts)
     }
+
+
+def _usage(argument: Any) -> str:
+    """An argument as a line of usage has it: ``KEY``, ``[MODEL]`` or ``[FOLDER]...``."""
+    word = str(argument.metavar or argument.name.upper()).rstrip(".").strip("[]")
+    word = word if argument.required else f"[{word}]"
+    return f"{word}..." if argument.nargs == -1 else word
 
 
 def _first_clause(text: str) -> str:

@@ -16,6 +16,10 @@ from ...config.numbers import MOST_REQUESTS, check_counts
 if TYPE_CHECKING:
     from ...bench.workloads import Work
 
+_INPUT_LEN, _OUTPUT_LEN = 1024, 128
+_OWN = ("chat", "prefill-heavy", "decode-heavy", "sharegpt")
+_OWN_LENGTHS = {"input_len": (*_OWN, "jsonl"), "output_len": _OWN}
+"""The data sets that have lengths of their own, by the flag that says none to them."""
 _INFINITE = {"request_rate": "all at once", "burstiness": "constant arrivals"}
 GOODPUT_HELP = "Limits in ms that a good request keeps: ttft:500, tpot, itl (longest), e2e."
 
@@ -38,8 +42,13 @@ class Workload:
         Path | None, typer.Option(help="File of sharegpt, sonnet (any text) or jsonl.")
     ] = None
     num_prompts: Annotated[int, typer.Option(help="Requests.")] = 500
-    input_len: Annotated[int, typer.Option(help="Of prompts: random, prefix, sonnet.")] = 1024
-    output_len: Annotated[int, typer.Option(help="Of outputs: the same, and jsonl.")] = 128
+    input_len: Annotated[
+        int | None,
+        typer.Option(help="Of prompts: random, prefix, sonnet. [default: 1024]"),
+    ] = None
+    output_len: Annotated[
+        int | None, typer.Option(help="Of outputs: the same, and jsonl. [default: 128]")
+    ] = None
     request_rate: Annotated[
         list[float] | None,
         typer.Option(help="Requests a second; inf: at once. Several: a run each."),
@@ -48,7 +57,14 @@ class Workload:
 
     def __post_init__(self) -> None:
         check_counts(1, MOST_REQUESTS, num_prompts=self.num_prompts)
-        check_counts(1, input_len=self.input_len, output_len=self.output_len)
+        for name, ignored_by in _OWN_LENGTHS.items():
+            length = getattr(self, name)
+            check_counts(1, **({} if length is None else {name: length}))
+            if length is not None and self.dataset in ignored_by:
+                raise UserError(
+                    f"{name}={length}: requests of the data set {self.dataset} have lengths of "
+                    "their own; add --dataset random, or leave it out"
+                )
         for name, values in (("request_rate", self.rates), ("burstiness", (self.burstiness,))):
             for value in values:
                 if not value > 0:
@@ -91,8 +107,8 @@ class Workload:
             self.num_prompts,
             vocab_size=spec.vocab_size,
             max_model_len=max_model_len,
-            input_len=self.input_len,
-            output_len=self.output_len,
+            input_len=self.input_len or _INPUT_LEN,
+            output_len=self.output_len or _OUTPUT_LEN,
             file=self.dataset_path,
             encode=encode,
         )

@@ -109,3 +109,24 @@ def test_help_imports_its_own_command_alone(argv: list[str]) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("command", "usage", "argument"),
+    [
+        ("run", "run [OPTIONS] [MODEL]", "MODEL"),
+        ("eval", "eval [OPTIONS] SUITE", "SUITE"),
+        ("cache show", "show [OPTIONS] KEY", "KEY"),
+        ("cache verify", "verify [OPTIONS] [KEY]", "KEY"),
+        ("models check", "check [OPTIONS] [FOLDER|TYPE]...", "FOLDER|TYPE"),
+        ("bench plot", "plot [OPTIONS] PICTURE RESULTS...", "RESULTS"),
+    ],
+)
+def test_a_line_of_usage_is_the_same_with_every_typer(
+    command: str, usage: str, argument: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Versions of it put brackets and braces of their own around arguments."""
+    assert main([*command.split(), "--help"]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.endswith(usage)
+    assert any(line.startswith(f"  {argument} ") for line in rest)
