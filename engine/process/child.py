@@ -25,12 +25,12 @@ from ...config import EngineDeadError, EngineOptions, UserError, collecting_rare
 from ...config.process.logs import write_log
 from ..frontend.gc_pause import gc_paused
 from ..grammar.checks import is_installed
+from ..importing import importing
 from ..messages.codec import decode
 from ..messages.open_outputs import output_id
 from ..messages.requests import AbortRequests, Core, Finished, StepOutputs
 from ..ranks.executor import started_ranks
 from ..ranks.lifetime import Failure, end_with, leave_signals_to_the_parent
-from ..worker.progress import importing
 from .awake import AWAKE_S
 from .backlog import Backlog
 from .heartbeat import Heartbeat

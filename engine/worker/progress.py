@@ -91,15 +91,6 @@ def show_progress(*, draws: bool = True) -> Iterator[Progress]:
         yield Progress(display)
 
 
-@contextmanager
-def importing() -> Iterator[None]:
-    """Show that libraries are imported, which takes ten seconds where no file of theirs is in
-    memory.  This module imports none of them."""
-    with show_progress() as progress, progress.status("Importing") as say:
-        say("PyTorch")
-        yield
-
-
 @dataclass
 class _Task:
     description: str

@@ -126,7 +126,7 @@ def load(options: dict[str, Any], *, text: bool = False) -> LLM:
         from ...engine.frontend.check import check_tokenizer
 
         check_tokenizer(checked(options, weights=True))
-    from ...engine.worker.progress import importing
+    from ...engine.importing import importing
 
     with importing():
         from ...engine.llm import LLM

@@ -15,9 +15,10 @@ from fusewright.bench.workloads import equal
 from fusewright.compiler.compiled import LOOKUPS
 from fusewright.config.process.logs import be_quiet
 from fusewright.engine.frontend.outputs import RequestOutput
+from fusewright.engine.importing import importing
 from fusewright.engine.llm import LLM
 from fusewright.engine.worker import progress as progress_module
-from fusewright.engine.worker.progress import importing, show_progress
+from fusewright.engine.worker.progress import show_progress
 
 from .toy import Setup
 
@@ -110,7 +111,7 @@ def test_what_is_measured_has_lines_alone(
 
     monkeypatch.setattr(llm.engine, "step", slow_step)
     run(llm.engine, equal(4, 5, 3, llm.engine.inputs.vocab_size))
-    assert "Measuring: requests 0% (0 s)" in [record.getMessage() for record in said]
+    assert any(record.getMessage().startswith("Measuring: requests 0%") for record in said)
     assert "\x1b" not in stderr.getvalue()
 
 
@@ -124,5 +125,5 @@ def test_an_import_shows_what_takes_so_long(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_display_imports_no_torch() -> None:
-    code = "import sys, fusewright.engine.worker.progress; sys.exit('torch' in sys.modules)"
+    code = "import sys, fusewright.engine.importing; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code]).returncode == 0
