@@ -312,6 +312,8 @@ def test_metrics_count_what_was_asked(server: ServerProcess, http: httpx.Client)
         for kind in ("decode", "mixed"):
             label = f'step="{kind}"'
             assert value(after, name, label) > value(before, name, label)
+    assert "fusewright:steps_over_bound_total{" in after
+    assert value(after, "fusewright:steps_over_bound_total") == 0, "there is no bound"
     assert value(after, "fusewright:copy_ceiling_unknown", "no device table has the copy rate") == 1
     assert 'finished_reason="stop"' in after
     assert 'path="/v1/completions"' in after
