@@ -232,12 +232,13 @@ class DraftModel:
 
     def admit(self, sequence: NewSequence) -> None:
         """A request begins in a slot.  It is drafted for with its own parameters, seed and
-        positions, so that draft and target draw by the same noise."""
-        params = sequence.sampling_params
-        if self._failure or params.has_penalties:
-            return  # the latter never has drafts
-        plain = copy(params)
+        positions, so that draft and target draw by the same noise; but without penalties, whose
+        counts only the target keeps."""
+        if self._failure:
+            return
+        plain = copy(sequence.sampling_params)
         plain.logprobs = plain.prompt_logprobs = None
+        plain.repetition_penalty, plain.presence_penalty, plain.frequency_penalty = 1.0, 0.0, 0.0
         try:
             self._sampler.admit(structs.replace(sequence, sampling_params=plain))
         except Exception as error:

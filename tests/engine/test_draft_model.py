@@ -18,6 +18,13 @@ from tests.model_executor.tiny_models import TINY_MODELS
 
 from .test_speculative import KINDS, OPTIONS, PROMPTS, SETUPS, facts, generate, params
 
+FEW = {
+    kind: KINDS[kind]
+    for kind in (
+        *("greedy", "on and on", "sampled", "cut", "logprobs", "prompt logprobs", "several"),
+        *("stop text", "one token", "bad words", "presence", "grammar"),
+    )
+}
 ITSELF = {
     "method": "draft_model",
     "model": "abacus",
@@ -29,7 +36,7 @@ ITSELF = {
 @pytest.fixture(scope="module")
 def expected() -> list[RequestOutput]:
     """The answers without drafts."""
-    return generate(LLM("abacus", **OPTIONS))
+    return generate(LLM("abacus", **OPTIONS), FEW)
 
 
 @pytest.fixture(scope="module")
@@ -47,17 +54,16 @@ def accepted(report: dict[str, Any]) -> float:
     return float(report["accepted"] / report["drafted"])
 
 
-@pytest.mark.product
+@pytest.mark.product(3)
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
 def test_a_model_that_drafts_for_itself_is_right(
     setup: dict[str, Any], expected: list[RequestOutput]
 ) -> None:
     llm = LLM("abacus", **OPTIONS | setup, speculative_config=ITSELF)
-    outputs = generate(llm)
-    assert facts(outputs) == facts(expected)
+    assert facts(generate(llm, FEW)) == facts(expected)
     report = llm.report()["drafts"]
     assert report["error"] == "" and report["drafted"] > 100
-    assert accepted(report) > 0.85, report  # bad words are not known to it
+    assert accepted(report) > 0.8, report  # bad words and penalties are not known to it
     pool = llm.engine.core.scheduler.pool  # type: ignore[attr-defined]
     assert pool.num_free == pool.num_blocks, "a block was lost"
 
@@ -74,7 +80,7 @@ def test_a_stranger_is_wrong_and_changes_no_output(
     stranger: str, expected: list[RequestOutput]
 ) -> None:
     llm = LLM("abacus", **OPTIONS, speculative_config=ITSELF | {"model": stranger})
-    assert facts(generate(llm)) == facts(expected)
+    assert facts(generate(llm, FEW)) == facts(expected)
     report = llm.report()["drafts"]
     assert report["error"] == "" and report["drafted"] > 50
     assert accepted(report) < 0.2, report
