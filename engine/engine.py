@@ -110,7 +110,7 @@ class Engine(EngineLoop):
             self.grammars,
             worker.reads,
             vocab_size=spec.vocab_size,
-            draft=worker.draft and worker.draft.described(worker.reads.weights),
+            draft=None if worker.draft is None else worker.draft.described(worker.reads.weights),
         )
         inputs = replace(inputs, grammars=GrammarChecks(grammars))
         super().__init__(core=core, inputs=inputs, eos_token_ids=eos_token_ids)

@@ -65,7 +65,8 @@ NO_METHODS = {
     "mtp": "layers of a checkpoint that predict further tokens are not loaded yet" + _INSTEAD,
     "suffix": _SUFFIX,
     "ngram_gpu": "n-grams are looked up on the host, beside the step; use ngram",
-    "custom_class": "a drafter is a class with the methods of Drafter (docs/adding.md)" + _INSTEAD,
+    "custom_class": "a drafter is a class with the methods of Drafter (docs/scheduling.md#drafts)"
+    + _INSTEAD,
 }
 """Methods of vLLM that are not there -> why, and what to use; all others that end in mtp are as
 mtp."""

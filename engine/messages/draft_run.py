@@ -21,10 +21,12 @@ class DraftRun:
         block_size: tokens a KV block.
         max_model_len: most tokens of a sequence that it can read.
         max_tokens: most tokens of a batch.
+        epoch: how often its KV cache has been made anew, with nothing in it.
         share: bytes of its weights by those of the target, which is about what a draft takes.
     """
 
     run: Run
+    epoch: Callable[[], int]
     group: int
     block_size: int
     max_model_len: int

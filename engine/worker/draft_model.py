@@ -146,6 +146,7 @@ class DraftModel:
             self.needs: Needs = warm_up(program, spec, config, buffers, self.graphs)
         self._runner: ModelRunner | None = None
         self.kv_caches: list[Tensor] = []
+        self._epoch = 0
         self._copies: list[tuple[UntypedStorage, Tensor]] = []
         self._reads = False
 
@@ -166,6 +167,7 @@ class DraftModel:
         config = self._parts.config
         return DraftRun(
             run=self.run,
+            epoch=lambda: self._epoch,
             group=self._group,
             block_size=config.cache.block_size,
             max_model_len=config.model.max_model_len,
@@ -186,6 +188,7 @@ class DraftModel:
             UserError: the device has no room for them.
         """
         parts, program = self._parts, self._compiled.program
+        self._epoch += 1
         self.kv_caches = bind_kv_caches(program, parts.spec, parts.config, num_blocks, apart=True)
 
     def begin(self, tables: BlockTables, progress: Progress) -> None:

@@ -61,7 +61,9 @@ class Worker:
         self.groups = block_groups(whole.cache_groups)
         with load_beside(folder, whole, config, startup, progress, peers.rank) as self.weights:
             self.compiled = compile_model(whole, config, self.weights, startup, progress, peers)
-        self.draft = draft and DraftModel(draft, whole.cache_groups, startup, progress)
+        self.draft: DraftModel | None = None
+        if draft is not None:
+            self.draft = DraftModel(draft, whole.cache_groups, startup, progress)
         ranks = peers.meet()
         with startup.phase("warm-up"):
             program = self.compiled.program

@@ -49,6 +49,7 @@ class ModelDrafter:
 
     def __init__(self, model: DraftRun) -> None:
         self._run, self._group, self._block_size = model.run, model.group, model.block_size
+        self._epoch_now, self._epoch = model.epoch, model.epoch()
         self._max_model_len, self._max_tokens = model.max_model_len, model.max_tokens
         self._seen: dict[str, _Seen] = {}
         self._filled: dict[int, bytes] = {}
@@ -63,6 +64,10 @@ class ModelDrafter:
         Raises:
             Exception: whatever the model raised.
         """
+        if (epoch := self._epoch_now()) != self._epoch:  # nothing that was stored is there any more
+            self._seen.clear()
+            self._filled.clear()
+            self._epoch = epoch
         budget, behind, ready = self._max_tokens, list[tuple[Request, int, int]](), list[Request]()
         for request in requests:
             room = self._room(request)
@@ -92,11 +97,6 @@ class ModelDrafter:
 
     def forget(self, request: Request) -> None:
         self._seen.pop(request.request_id, None)
-
-    def reset(self) -> None:
-        """Nothing that was stored is there any more."""
-        self._seen.clear()
-        self._filled.clear()
 
     def _room(self, request: Request) -> int:
         """Most drafts that have a place: each but the last is stored where it follows."""

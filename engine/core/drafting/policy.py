@@ -287,8 +287,10 @@ class DraftPolicy:
                 expected = likely * self._expected_tokens(requests, plan)
                 lost = max(seconds - expected / best_rate, 0.0)
                 tries.append((lost, -promise, plan))
-        lost, _, plan = min(tries, key=lambda each: each[:2], default=(0.0, 0.0, None))
-        if plan is None or lost > budget:
+        if not tries:
+            return None
+        lost, _, plan = min(tries, key=lambda each: each[:2])
+        if lost > budget:
             return None
         self._lost += lost
         return plan
