@@ -54,7 +54,7 @@ def accepted(report: dict[str, Any]) -> float:
     return float(report["accepted"] / report["drafted"])
 
 
-@pytest.mark.product(3)
+@pytest.mark.product
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
 def test_a_model_that_drafts_for_itself_is_right(
     setup: dict[str, Any], expected: list[RequestOutput]
@@ -62,7 +62,7 @@ def test_a_model_that_drafts_for_itself_is_right(
     llm = LLM("abacus", **OPTIONS | setup, speculative_config=ITSELF)
     assert facts(generate(llm, FEW)) == facts(expected)
     report = llm.report()["drafts"]
-    assert report["error"] == "" and report["drafted"] > 100
+    assert report["error"] == "" and report["drafted"] > 50
     assert accepted(report) > 0.8, report  # bad words and penalties are not known to it
     pool = llm.engine.core.scheduler.pool  # type: ignore[attr-defined]
     assert pool.num_free == pool.num_blocks, "a block was lost"
