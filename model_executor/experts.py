@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..config.stored_kernels import why_not_stored
 from ..config.weight_format import StoredFormat
 from .layers import Linear
 from .quant.scheme import QuantFormat
@@ -61,13 +62,13 @@ class ExpertLinear(nn.Module):
             ValueError: the weight of ``one`` is stored in a format that experts cannot have.
         """
         super().__init__()
-        if isinstance(one.quant, StoredFormat) and (reason := why_not_experts(one.quant)):
+        if isinstance(one.quant, StoredFormat) and (reason := why_not_stored(one.quant)):
             raise ValueError(f"weights of experts cannot be {one.quant.name!r}: {reason}")
         self.quant = one.quant
         self.num_experts, self.whole, self.first = num_experts, whole, 0
         rules = one.rules.items()
         self.rules = {k: replace(rule, split=False) if whole else rule for k, rule in rules}
-        self.weight_rule = one.weight_rule
+        self.weight_rule = replace(one.weight_rule, split=False) if whole else one.weight_rule
         shape = (num_experts, *one.weight.shape)
         weight = torch.empty(shape, dtype=one.weight.dtype, device="meta")
         self.weight = nn.Parameter(weight, requires_grad=False)
@@ -134,13 +135,6 @@ class ExpertLinear(nn.Module):
         stored = isinstance(self.quant, StoredFormat) and self.quant.zero is not None
         zero, shape = self.weight_zero[at] if stored else None, (self.shape[1], self.shape[2])
         return OneExpert(self.quant, shape, self.weight[at], scale, self.rules, zero)
-
-
-def why_not_experts(form: StoredFormat) -> str:
-    """Why weights of experts cannot be stored in a format, "" if they can."""
-    if form.x_dtype:
-        return "activations would be quantized too"
-    return "it has scales of rows beside those of groups" if form.row_scale else ""
 
 
 def expert_shares(model: nn.Module, kind: str) -> Iterator[tuple[str, Tensor]]:

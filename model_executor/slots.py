@@ -173,8 +173,8 @@ def _held(
         if kind in stored and laid:
             continue
         if kind in stored and online:
-            if kind == "weight" and isinstance(module, Linear):
-                yield _Held(parameter, (kind,), module.shape, FLOATS, module.weight_rule)
+            if kind == "weight" and isinstance(module, Linear | ExpertLinear):
+                yield _Held(parameter, (kind,), module.shape[-2:], FLOATS, module.weight_rule)
             continue
         fp8 = param.dtype == E4M3 and not online
         dtypes = (F8_E4M3,) if fp8 else dtype_names(param.dtype)
@@ -202,7 +202,7 @@ def _fused_slot(name: str, layer: ExpertLinear, spec: ModelSpec, tp: TensorParal
             "use enable_expert_parallel, or save the model with one tensor an expert "
             "(save_original_format=True)"
         )
-    shape = (spec.num_experts, *layer.weight.shape[1:])
+    shape = (spec.num_experts, *layer.shape[1:])
     return Slot(name, shape, FLOATS, Placement(0, layer.first, 0, layer.num_experts))
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ..config import UserError, outside_key
 from ..config.rope import RopeParameters
 from ..config.routing import Routing
+from ..config.stored_kernels import why_not_stored
 from ..config.weight_format import StoredFormat
 from .cache_spec import (
     KV_PAIRS,
@@ -238,8 +239,8 @@ class ModelSpec:
     def why_not_stored(self, linear: str, form: StoredFormat) -> str:
         """Why a rank's weight of one of ``linears``, and the parts that are merged in it, are not
         made of whole elements and units of a format; "" if they are."""
-        if self.of_experts(linear) and (form.x_dtype or form.row_scale):
-            return f"{linear} would be {form.name!r}, which weights of experts cannot have"
+        if self.of_experts(linear) and (why := why_not_stored(form)):
+            return f"{linear} would be {form.name!r}, which kernels of experts do not read: {why}"
         for name, tensor in form.tensors.items():
             for rows in self.part_rows(linear):
                 if why := tensor.why_not((rows, self.in_features(linear))):
@@ -351,7 +352,14 @@ def check_blocks(path: Path, spec: ModelSpec, quant: QuantScheme | None) -> None
     for linear, kind in replace(spec, quant=quant).quantized_kinds if quant else ():
         form = FORMATS[kind]
         if isinstance(form, StoredFormat):
-            if reason := spec.why_not_stored(linear, form):
+            reason = spec.why_not_stored(linear, form)
+            layout = quant.layout_of(kind) if quant else None
+            if spec.of_experts(linear) and not (layout and layout.project == "gpt-oss"):
+                reason = (
+                    f"{linear} is {form.name!r}, but of experts only gpt-oss's MXFP4 and FP8 are "
+                    "read; --quantization makes such weights of a checkpoint in 16 bits"
+                )
+            if reason:
                 raise UserError(f"{path}: {reason}; leave it unquantized, or use another format")
             continue
         size = spec.in_features(linear)

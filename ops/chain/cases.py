@@ -313,6 +313,7 @@ def _moe(
     n: int,
     bias: bool = False,
     fp8: str = "",
+    offset: float | None = None,
     **given: Any,
 ) -> Case:
     """Experts between two layers, or behind one if the second's size is 0.  The norm reads the
@@ -327,7 +328,7 @@ def _moe(
     constants = {name: getattr(call, name) for name in Experts.constants()}
     made.add(Experts(tensors=tuple(held), **constants), *held.values())
     if n:
-        made.norm(size).linear(n, hidden, bias=bias, fp8=size)
+        made.norm(size, offset=offset).linear(n, hidden, bias=bias, fp8=size)
     return made.case(label, _FP8 if fp8 else None)
 
 
@@ -338,7 +339,8 @@ def _experts(draw: Draw, on_gpu: bool) -> Iterator[Case]:
     yield _moe(draw, "experts, biases, groups", 3, 16, 3, 64, 32, 40, 24, bias=True, **grouped)
     yield _moe(draw, "experts, sorted", 10, 4, 2, 96, 32, 64, 48)
     clamped: dict[str, Any] = {"biases": True, "activation": CLAMPED}
-    yield _moe(draw, "experts, biases, a clamped gate", 3, 4, 2, 64, 32, 40, 24, **clamped)
+    label = "experts, biases, a clamped gate, an offset"
+    yield _moe(draw, label, 3, 4, 2, 64, 32, 40, 24, offset=0.5, **clamped)
     stored: dict[str, Any] = {**clamped, "weight_format": "mxfp4"}
     yield _moe(draw, "experts, MXFP4, sorted", 10, 4, 2, 64, 32, 40, 24, **stored)
     yield _moe(draw, "experts, no tokens", 0, 4, 2, 32, 16, 32, 16)

@@ -317,7 +317,9 @@ def _cuda_supports(desc: OpDesc) -> str:
     one_row = one_row._replace(x=_one_row(one_row.x), residual=_one_row(one_row.residual))
     steps = lay(one_row, Target.of(desc), CUDA.kernels)
     joined = any(step.kernel not in (None, SUM_OF_CSRC, ROWS, LONE) for step in steps)
-    if joined or "cuda" in chosen:
+    # Around experts that csrc does not compute, its kernels still stream the layers.
+    of_experts = any(isinstance(stage, Experts) for stage in one_row.chain.stages)
+    if joined or "cuda" in chosen or (of_experts and "skinny" in chosen):
         return ""
     reasons = [f"{name}: {reason}" for step in steps for name, reason in step.refused]
     return reasons[0] if reasons else "no chain kernel has this pattern"

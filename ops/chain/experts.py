@@ -22,6 +22,7 @@ from ..experts.moe import (
     plan_layers,
     plan_sum_and_norm,
 )
+from ..launches.experts import NormOfSum
 from ..linear.kernels import STREAM as STREAMED_LINEAR, why_not_streamed
 from ..linear.linear import OP as LINEAR
 from .kernels import ChainKernel, Part, streamed_layer, why_no_plain_norm
@@ -108,7 +109,7 @@ def _never_sums(stages: tuple[Any, ...]) -> str:
         return "a sum over ranks comes before the norm"
     if norm.group_size is not None:
         return "the norm behind the experts quantizes"
-    return why_no_plain_norm(norm)
+    return "it is a layer norm" if norm.center else ""
 
 
 def _logits(experts: ExpertsCall) -> Tensor:
@@ -131,10 +132,9 @@ def _of_triton(experts: ExpertsCall) -> Planned:
 def _plan(part: Part, layers: Callable[[ExpertsCall], Planned]) -> Launches[State]:
     """The launches that are left when ``layers`` has run or planned both layers of the experts."""
     experts = part.stages[0].call(part.state.x.contiguous(), part.operands[0])
-    norm, weight = part.stages[1], part.operands[1]["weight"]
-    launches, results = plan_sum_and_norm(
-        experts, layers(experts), part.state.total, weight, float(norm.eps)
-    )
+    stage, weight = part.stages[1], part.operands[1]["weight"]
+    norm = NormOfSum(weight, float(stage.eps), stage.offset)
+    launches, results = plan_sum_and_norm(experts, layers(experts), part.state.total, norm)
     return launches, part.state._replace(x=results[0], total=results[1])
 
 

@@ -100,10 +100,11 @@ def streamed_layer(layer: Linear, operands: Operands, dtype: torch.dtype, **how:
 
 
 def why_no_plain_norm(norm: AddNorm) -> str:
-    """Why a norm's scale cannot be applied to the sums of the layer behind it."""
+    """Why a norm's scale cannot be applied to the sums of the layer behind it.  An offset of 0 says
+    no more than that the product with the weight is rounded once, as it is there."""
     if norm.center:
         return "it is a layer norm"
-    return "" if norm.offset is None else "the norm's weight has an offset"
+    return "the norm's weight has an offset" if norm.offset else ""
 
 
 def _factor(stages: tuple[Any, ...]) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...config.stored_kernels import why_not_stored
 from ...config.weight_format import STORED_FORMATS
 from ..core.desc import Case, Cost, Draw, OpDesc, Tolerance, drawn
 from ..core.float8 import E4M3
@@ -21,7 +22,7 @@ from ..core.launch import Launches, run_all
 from ..core.op import Implementation, SemanticOp, on_gpu, parameters_of, signed
 from ..core.target import Target
 from ..launches import experts as plans, route as route_plans
-from ..launches.stored import why_not_stored, why_not_words
+from ..launches.stored import why_not_words
 from ..linear.cases import GATED
 from ..linear.formats import quantize
 from ..linear.linear import OP as LINEAR

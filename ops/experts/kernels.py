@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...config.expert_tables import ExpertShape, ExpertTile
+from ...config.stored_kernels import why_not_stored
 from ..core.choice import Choice, launched
 from ..core.desc import TensorDesc
 from ..core.device_table import expert_table, expert_tiles
@@ -24,7 +25,7 @@ from ..core.launch import Launches, run_launches
 from ..core.target import Target, here
 from ..launches import experts as plans
 from ..launches.experts import Sorted
-from ..launches.stored import why_not_stored, why_not_words
+from ..launches.stored import why_not_words
 from ..linear.desc import LinearDesc, describe
 from ..linear.kernels import LinearKernel, select
 from ..norm.gated_act import ACTIVATIONS

@@ -246,12 +246,12 @@ def plan_sum(call: Call, made: Planned) -> Launches[Tensor]:
 
 
 def plan_sum_and_norm(
-    call: Call, made: Planned, residual: Tensor, norm_weight: Tensor, eps: float
+    call: Call, made: Planned, residual: Tensor, norm: plans.NormOfSum
 ) -> Launches[tuple[Tensor, Tensor]]:
     """The launches up to (the norm, the sum).  One kernel adds the experts and the residual, and
     normalizes the sum."""
     beside = (call.shared, call.shared_gate, residual)
-    more, results = plans.combine_add_norm(made.y, made.topk_weights, *beside, norm_weight, eps)
+    more, results = plans.combine_add_norm(made.y, made.topk_weights, *beside, norm)
     return [*made.launches, *more], results
 
 

@@ -346,14 +346,21 @@ def combine(
     return [launch], out
 
 
+class NormOfSum(NamedTuple):
+    """An RMSNorm behind the experts' sum; ``offset`` as of ``rms_norm``."""
+
+    weight: Tensor
+    eps: float
+    offset: float | None = None
+
+
 def combine_add_norm(
     y: Tensor,
     topk_weights: Tensor,
     shared: Tensor | None,
     shared_gate: Tensor | None,
     residual: Tensor,
-    norm_weight: Tensor,
-    eps: float,
+    norm: NormOfSum,
 ) -> Launches[tuple[Tensor, Tensor]]:
     """``combine`` and ``add_rms_norm`` in one kernel, a program a token."""
     (launch,), total = combine(y, topk_weights, shared, shared_gate, residual)
@@ -363,8 +370,13 @@ def combine_add_norm(
         launch,
         kernel="experts:_combine_add_norm_kernel",
         grid=(total.shape[0],),
-        args={**launch.args, "norm_weight_ptr": norm_weight, "normed_ptr": normed, "eps": eps},
-        constexprs={"TOP_K": topk_weights.shape[1], "BLOCK": block},
+        args={
+            **launch.args,
+            "norm_weight_ptr": norm.weight,
+            "normed_ptr": normed,
+            "eps": norm.eps,
+        },
+        constexprs={"TOP_K": topk_weights.shape[1], "OFFSET": norm.offset, "BLOCK": block},
         # More warps are faster from 256 tokens on (docs/lab/experts.md).
         num_warps=min(max(block // (512 if total.shape[0] <= 128 else 128), 1), 16),
     )

@@ -42,7 +42,8 @@ def _made(stage: Stage, operands: Any, x: Floats, call: Call) -> Floats:
         return gated(x, None, stage.activation)
     if isinstance(stage, Experts):
         constants = {name: getattr(stage, name) for name in stage.constants()}
-        given = {**dict.fromkeys(_ABSENT), **constants, **operands, "x": x}
+        absent = dict.fromkeys((*_ABSENT, *stage.takes()))
+        given = {**absent, **constants, **operands, "x": x}
         return fused_moe(Call(given, {"x": dtype}))[0]
     assert isinstance(stage, Linear)
     weight = operands["weight"]

@@ -419,7 +419,7 @@ def _combine_experts_kernel(
 def _combine_add_norm_kernel(
     y_ptr, weights_ptr, shared_ptr, gate_ptr, residual_ptr, out_ptr, hidden, y_stride,
     shared_stride, gate_stride, residual_stride, norm_weight_ptr, normed_ptr, eps,
-    TOP_K: tl.constexpr, BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr
+    TOP_K: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr
 ):  # fmt: skip
     """The sum of a token's experts and the residual, and its RMSNorm."""
     start_next_and_wait(PROGRAMMATIC)
@@ -434,5 +434,9 @@ def _combine_add_norm_kernel(
     )  # fmt: skip
     tl.store(out_ptr + token * hidden + cols, total, mask=mask)
     x = to_float32(total)
-    normed = (x * tl.rsqrt(tl.sum(x * x, axis=0) / hidden + eps)).to(dtype).to(tl.float32)
+    normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / hidden + eps)
+    if OFFSET is None:
+        normed = normed.to(dtype).to(tl.float32)
+    else:  # the product is rounded once
+        weight += OFFSET
     tl.store(normed_ptr + token * hidden + cols, (normed * weight).to(dtype), mask=mask)

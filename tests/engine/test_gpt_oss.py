@@ -108,6 +108,16 @@ def test_a_damaged_checkpoint_is_refused_by_name(damage: Any, message: str, tmp_
         start(tmp_path)
 
 
+@pytest.mark.parametrize("quantization", ["mxfp4", "int4_zero_g32"])
+def test_experts_that_are_quantized_online_answer(quantization: str) -> None:
+    """The bundled mixture of experts, which an adapter reads."""
+    llm = LLM("abacus-moe", optimization_level=0, quantization=quantization)
+    sums = [(37, 58), (12, 99), (8, 7), (81, 19)]
+    params = SamplingParams(max_tokens=6, temperature=0)
+    outs = llm.generate([f"{one}+{other}=" for one, other in sums], params)
+    assert [int(out.outputs[0].text) for out in outs] == [one + other for one, other in sums]
+
+
 _prepared: list[Any] = []
 
 
