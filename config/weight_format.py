@@ -266,3 +266,34 @@ ALIASES = {"int4": integer_format(4, 128), "int8": integer_format(8, 0)}
 def full_name(quantization: str | None) -> str | None:
     """The name of a format for which a short one may be given."""
     return quantization and ALIASES.get(quantization, quantization)
+
+
+_READ_BITS = (4, 8)
+_READ_SCALES = ("float8_e8m0fnu", "bfloat16", "float16", "float32")
+
+
+def why_not_stored(form: StoredFormat | None) -> str:
+    """Why the experts' kernels, which dequantize in registers, do not read a format, or nothing;
+    None stands for weights that have none."""
+    if form is None:
+        return ""
+    weight, scale = form.weight, form.scale
+    if form.x_dtype:
+        return f"activations of {form.name} are quantized too"
+    if form.zero is not None and (form.zero.dtype not in _READ_SCALES or form.zero_offset):
+        return f"{form.name} has zero points of {form.zero.dtype}"
+    if weight.bits not in _READ_BITS or weight.dtype not in ("uint8", "int8") or weight.transposed:
+        return f"{form.name} holds {weight.bits} bits in {weight.dtype}, expected 4 or 8 in a byte"
+    packing = weight.packing
+    if packing is not None and (packing.along != "columns" or packing.order not in ((), (0, 1))):
+        return f"{form.name} does not pack neighbours of a row in ascending order"
+    columns = scale.unit[1]
+    if scale.unit[0] != 1 or scale.transposed or columns & (columns - 1) or 0 < columns < 16:
+        return f"{form.name} has a scale for {scale.unit}, expected (1, a power of two from 16 on)"
+    if scale.dtype not in _READ_SCALES:
+        return f"{form.name} has scales of {scale.dtype}, expected one of {', '.join(_READ_SCALES)}"
+    if form.row_scale is not None:
+        return f"{form.name} has scales of rows too"
+    if form.values and form.values != E2M1:
+        return f"{form.name} has values of its own, expected those of E2M1"
+    return ""

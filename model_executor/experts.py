@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..config.stored_kernels import why_not_stored
-from ..config.weight_format import StoredFormat
+from ..config.weight_format import StoredFormat, why_not_stored
 from .layers import Linear
 from .quant.scheme import QuantFormat
 from .sharding import ShardRule

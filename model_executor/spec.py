@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from ..config import UserError, outside_key
 from ..config.rope import RopeParameters
 from ..config.routing import Routing
-from ..config.stored_kernels import why_not_stored
-from ..config.weight_format import StoredFormat
+from ..config.weight_format import StoredFormat, why_not_stored
 from .cache_spec import (
     KV_PAIRS,
     KVCacheSpec,

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...config.stored_kernels import why_not_stored
-from ...config.weight_format import STORED_FORMATS
+from ...config.weight_format import STORED_FORMATS, why_not_stored
 from ..core.desc import Case, Cost, Draw, OpDesc, Tolerance, drawn
 from ..core.float8 import E4M3
 from ..core.gate import Gate, spelled

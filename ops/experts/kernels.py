@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...config.expert_tables import ExpertShape, ExpertTile
-from ...config.stored_kernels import why_not_stored
+from ...config.weight_format import why_not_stored
 from ..core.choice import Choice, launched
 from ..core.desc import TensorDesc
 from ..core.device_table import expert_table, expert_tiles

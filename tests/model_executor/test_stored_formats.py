@@ -322,7 +322,7 @@ def test_a_config_that_asks_for_what_is_not_there_is_named(tmp_path: Path) -> No
     moe = tmp_path / "moe"
     BY_NAME["mixtral"].save(moe)
     _edit(moe, quantization_config=section | {"format": INT8.name})
-    with refused("mlp.experts.gate_up would be 'int8 of 64', but weights"):
+    with refused("mlp.experts.gate_up is 'int8 of 64', but of experts"):
         read_spec(moe)
 
 
