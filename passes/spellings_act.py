@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ops.norm.gated_act import Gate
+from ..ops.core.gate import Gate
 from .canonicalize import (
     argument,
     check_dense,

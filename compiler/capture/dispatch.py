@@ -65,6 +65,10 @@ def trace_by_dispatch(
             for dim, size in enumerate(tensor.shape)
         ]
         with mode:
+            if not counts:  # weights that a library transposes may lie in memory in another order
+                return torch.empty_strided(
+                    shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+                )
             return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
 
     inputs = {WEIGHTS + name: like(tensor, {}) for name, tensor in weights.items()}

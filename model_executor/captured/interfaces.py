@@ -263,8 +263,10 @@ def experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     def layer(name: str, rows: Tensor) -> Tensor:
         weight = getattr(module, name)
         bias = getattr(module, f"{name}_bias") if module.has_bias else None
+        made: Tensor
         if isinstance(weight, ExpertLinear):
-            return weight(rows, ids, None, bias)
+            made = weight(rows, ids, None, bias)
+            return made
         matrices = weight.transpose(1, 2) if module.is_transposed else weight
         return ops.expert_linear(rows, matrices, ids, bias=bias)
 

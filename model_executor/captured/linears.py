@@ -21,7 +21,13 @@ from ..layers import Linear
 from ..quant.scheme import QuantKind
 from ..sharding import Part, ShardRule
 from .facts import Shard
-from .quantized.formats import OF_EXPERTS, is_experts, is_linear as is_linear, mergeable
+from .quantized.formats import (
+    OF_EXPERTS,
+    is_experts,
+    is_linear as is_linear,
+    is_transposed_linear,
+    mergeable,
+)
 
 
 class Siblings:
@@ -171,16 +177,22 @@ def replace_linears(
                     rule = spread.get(f"{name}.{kind}")
                     _replace_experts(module, kind, formats[f"{name}.{kind}"], rule, world)
                 elif module.is_transposed and kind in module._parameters:
-                    # Kernels read rows of output features: they lie in memory so.
-                    weight = module._parameters[kind]
-                    weight.data = rows_in_memory(weight.data)
+                    _lay_rows(module, kind)
+        elif is_transposed_linear(module):
+            _lay_rows(module, "weight")
+
+
+def _lay_rows(module: nn.Module, kind: str) -> None:
+    """Let a weight that is stored by input lie in memory by output, as kernels read it."""
+    weight: Any = module._parameters[kind]
+    weight.data = rows_in_memory(weight.data)
 
 
 def rows_in_memory(weight: Tensor) -> Tensor:
-    """A tensor without data like a weight of experts [experts, in_features, out_features], whose
-    transpose is contiguous."""
-    experts, columns, rows = weight.shape
-    return weight.new_empty((experts, rows, columns)).transpose(1, 2)
+    """A tensor without data like a weight [..., in_features, out_features], whose transpose is
+    contiguous."""
+    *experts, columns, rows = weight.shape
+    return weight.new_empty((*experts, rows, columns)).transpose(-1, -2)
 
 
 def _replace_experts(

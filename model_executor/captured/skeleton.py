@@ -32,7 +32,7 @@ from .described import (
     described_folder,
     raw_headers,
 )
-from .linears import Sibling
+from .linears import Sibling, rows_in_memory
 from .model import CapturedModel
 from .moves import Move
 from .read import captured_spec
@@ -44,7 +44,8 @@ _LIBRARY = "library."
 
 class _Tensor(msgspec.Struct, frozen=True, array_like=True):
     """A parameter or a buffer.  ``value`` names a buffer's value, "" where the checkpoint has it;
-    ``home`` is the first name of the same parameter."""
+    ``home`` is the first name of the same parameter.  One ``by_output`` is stored by input, and
+    lies in memory by output."""
 
     name: str
     home: str
@@ -52,6 +53,7 @@ class _Tensor(msgspec.Struct, frozen=True, array_like=True):
     shape: tuple[int, ...]
     dtype: str
     value: str
+    by_output: bool = False
 
 
 class _Rows(msgspec.Struct, frozen=True, array_like=True):
@@ -99,6 +101,7 @@ class Skeleton(nn.Module):
                     parent.add_module(part, nn.Module())
                 parent = parent._modules[part]  # type: ignore[assignment]
             empty = torch.empty(each.shape, dtype=getattr(torch, each.dtype), device="meta")
+            empty = rows_in_memory(empty) if each.by_output else empty
             if each.is_buffer:
                 parent.register_buffer(last, values[each.value].clone() if each.value else empty)
                 continue
@@ -212,7 +215,8 @@ def _tensors(model: nn.Module, values: dict[str, Tensor]) -> Iterator[_Tensor]:
     homes: dict[int, str] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         home = homes.setdefault(id(param), name)
-        yield _Tensor(name, home, False, tuple(param.shape), _dtype_name(param), "")
+        facts = (tuple(param.shape), _dtype_name(param), "", not param.is_contiguous())
+        yield _Tensor(name, home, False, *facts)
     for name, buffer in model.named_buffers(remove_duplicate=False):
         value = "" if buffer.is_meta else _digest(buffer)
         if value:

@@ -147,8 +147,8 @@ def _refusal(
     rows: int,
     device: torch.device,
 ) -> str:
-    call = Call(*[TensorDesc(*one) if type(one) is tuple else one for one in described])
-    return why_not(call, rows, here(device))
+    held: list[Any] = [TensorDesc(*one) if type(one) is tuple else one for one in described]
+    return why_not(Call(*held), rows, here(device))
 
 
 def _serves(

@@ -1,6 +1,8 @@
 """``canonicalize_linear`` raises products with a weight that is stored by output: ``x @ w.t()``.
 
-Before: ``mm(x, w.t())`` or ``addmm(b, x, w.t())``.  After: ``linear(x, w[, b])``.
+Before: ``mm(x, w.t())`` or ``addmm(b, x, w.t())``.  After: ``linear(x, w[, b])``.  A weight
+[in_features, out_features] that lies in memory by output is ``w.t()`` of such a weight, as
+``linear(x, w.t()[, b])`` says.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from torch import fx
 
 from ..canonicalize import roundings, tensor
 from ..rule import Tier, is_call
-from ..sites import Match, Miss, SitePass, call
+from ..sites import Build, Match, Miss, SitePass, call
 from ..subgraph import fake_value
 
 _ATEN = torch.ops.aten
@@ -35,11 +37,32 @@ def _read(node: fx.Node) -> Match | None:
     if bias is not None and tensor(bias).dim() != 1:
         raise Miss(f"{bias} has {tensor(bias).dim()} dimensions, the bias of a layer has one")
     stored = _untransposed(weight)
+    if stored is None and _lies_by_output(weight):
+        return Match(node, [node], [node], _transposing(x, weight, bias), _tier(node))
     if stored is None:
         raise Miss("the weight is stored by input")
     args = (x, stored) if bias is None else (x, stored, bias)
     linear = call(torch.ops.fw.linear.default, args)
-    return Match(node, [weight, node], [node], linear, roundings(tensor(x).dtype, 2))
+    return Match(node, [weight, node], [node], linear, _tier(node))
+
+
+def _tier(node: fx.Node) -> Tier:
+    return roundings(tensor(node).dtype, 2)
+
+
+def _lies_by_output(weight: Any) -> bool:
+    """Whether a matrix [in_features, out_features] has the columns of each output side by side."""
+    value = tensor(weight)
+    return value.shape[0] > 1 and value.stride(0) == 1 and value.stride(1) == value.shape[0]
+
+
+def _transposing(x: Any, weight: Any, bias: Any) -> Build:
+    def build(graph: fx.Graph) -> list[fx.Node]:
+        rows = graph.call_function(_ATEN.t.default, (weight,))
+        args = (x, rows) if bias is None else (x, rows, bias)
+        return [graph.call_function(torch.ops.fw.linear.default, args)]
+
+    return build
 
 
 def _untransposed(weight: Any) -> fx.Node | None:

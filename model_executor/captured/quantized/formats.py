@@ -29,6 +29,12 @@ def is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear
 
 
+def is_transposed_linear(module: nn.Module) -> bool:
+    """Whether a module is the library's linear layer with a weight [in_features, out_features]."""
+    kind = type(module)
+    return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+
+
 def linears_of(model: Any) -> tuple[LinearFacts, ...]:
     """The layers of a ``PreTrainedModel`` that can be quantized: linear ones but for the head and
     routers, and experts."""

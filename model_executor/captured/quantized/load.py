@@ -67,7 +67,7 @@ class QuantizedMoves:
         stored = sum(parts["weight"].nbytes for parts in each if parts)
         names = {move.source.name for move, _ in self.weights}
         for of_kind in (self.gathered.laid, self.gathered.experts):
-            stored += sum(laid.nbytes for name, laid in of_kind.items() if name in names)  # type: ignore[attr-defined]
+            stored += sum(laid.nbytes for name, laid in of_kind.items() if name in names)
         unquantized = (m.nbytes for m, _ in self.weights if m.source.dtype in FLOATS)
         return sum(move.nbytes for move in self.plain) + stored + sum(unquantized)
 

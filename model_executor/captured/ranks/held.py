@@ -87,7 +87,7 @@ def _part(parameter: nn.Parameter, rule: ShardRule, world: int) -> nn.Parameter:
     if rule.split:
         shape[rule.dim] = rule.local_size(world)
     part = parameter.new_empty(shape)
-    if parameter.dim() == 3 and not parameter.is_contiguous():
+    if not parameter.is_contiguous():
         part = rows_in_memory(part)
     return nn.Parameter(part, requires_grad=False)
 
