@@ -77,7 +77,7 @@ def _nibbles(quants: Tensor) -> Tensor:
 
 
 def _fifth_bits(blocks: Tensor) -> Tensor:
-    """The bits 0 to 31 of a word at byte ``start`` of each block, a byte each."""
+    """The bits of the bytes of each block, lowest first, a byte each."""
     return ((blocks[..., None] >> torch.arange(8)) & 1).flatten(-2)
 
 

@@ -234,3 +234,16 @@ def test_a_start_says_what_is_gathered_and_what_stays_in_16_bits(tmp_path: Path)
         "quantization=int4_g64 leaves mlp.down in float32: weight_scale of mlp.down would have 224 "
         "columns, of which 64 share an element of weight_scale in the format 'int4_g64'"
     )
+
+
+@pytest.mark.parametrize("dialect", [PACKED, AWQ], ids=lambda dialect: dialect.name)
+def test_scales_of_an_fp8_cache_are_read_beside_low_bits(dialect: Dialect, tmp_path: Path) -> None:
+    save(dialect, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer in range(2):
+        for kind, value in (("k_scale", 0.5), ("v_scale", 0.25)):
+            tensors[f"model.layers.{layer}.self_attn.{kind}"] = torch.tensor([value])
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = load_model(replace(read_spec(tmp_path), fp8_kv_cache=True), tmp_path, "cpu")
+    scales: Any = model.get_submodule("layers.1.attention").kv_scale
+    assert scales[0].unique().tolist() == [0.5] and scales[1].unique().tolist() == [0.25]
