@@ -50,7 +50,7 @@ def measure_here(llm: LLM, batches: Sequence[int], **how: int) -> Measured:
     from ..latency import measure_latency
 
     rows = [measure_latency(llm, batch, **how) for batch in batches]
-    return Measured(llm.engine.config.hardware.name, measured_rows([{"rows": rows}]))
+    return Measured(str(llm.report()["hardware"]), measured_rows([{"rows": rows}]))
 
 
 def measured_rows(records: Iterable[Record]) -> dict[StepSize, float]:
