@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..compiler.record import Record
 from ..config import EngineOptions, Hardware, UserError
-from ..config.ceilings import Ceilings, ceilings
-from ..config.device_table import DeviceTable
+from ..config.device_table import Ceilings, DeviceTable, ceilings
 from .aot_compile import target_hardware
 from .worker.hardware import detect_hardware
 from .worker.progress import show_progress

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...config import UserError
-from ...config.ceilings import ceilings
-from ...config.device_table import shipped
+from ...config.device_table import ceilings, shipped
 from ..compare import Change, largest_first
 
 _H200 = next(ceilings(table) for table in shipped() if table.gpu == "NVIDIA H200")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...compiler.inspect.limits import StepLimit, StepSize, StepWork, limit_of
 from ...config import UserError
-from ...config.ceilings import Ceilings
+from ...config.device_table import Ceilings
 from ..result_file import read_results
 
 if TYPE_CHECKING:

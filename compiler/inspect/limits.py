@@ -17,7 +17,7 @@ import sympy
 from torch import fx
 
 from ... import ops
-from ...config.ceilings import Ceilings
+from ...config.device_table import Ceilings
 from ...ops.attention.paged_attention import context_symbols
 from ...ops.chain.chain import stage_costs
 from ...ops.core.desc import Cost, OpDesc

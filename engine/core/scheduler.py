@@ -142,8 +142,7 @@ class Scheduler:
         preempted_before = self.num_preemptions
         self._free_rows = self.step_limits.max_num_seqs - len(self.running)
         self._has_part = False
-        drafts = self.drafts
-        if drafts is not None:
+        if (drafts := self.drafts) is not None:
             drafts.begin(self.running.values(), self.limits.longest_chunk - 1)
         order = in_order(self.running, self.waiting, self.heed_priority)
         for request in order:
@@ -360,8 +359,7 @@ class Scheduler:
         blocks = find_prefix(pool, request, alone) if searched else pool.find([])
         start, shared = len(blocks.tables[0]) * pool.block_size, blocks.held()
         needed = pool.most_blocks(num_tokens, self.limits.longest_chunk) - len(shared)
-        # Leave a block of each group for each running request, or the newcomer would soon be
-        # preempted.
+        # Leave each running request a block of each group, or the newcomer would soon be preempted.
         margin = len(self.running) * len(pool.groups)
         if needed + pool.num_idle(shared) + margin > pool.num_free:
             self._lacks_blocks = True
@@ -370,8 +368,7 @@ class Scheduler:
         pool.share(shared)
         end = self._chunk_end(request, start, num_tokens, budget)
         pool.extend(blocks, pool.num_missing(blocks, end, num_tokens))
-        request.slot = self._free_slots.pop()
-        request.blocks = blocks
+        request.slot, request.blocks = self._free_slots.pop(), blocks
         request.num_cached_blocks = start // pool.block_size
         request.num_computed_tokens = start
         is_first = request.status is RequestStatus.WAITING  # else it was preempted

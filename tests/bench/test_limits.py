@@ -11,7 +11,7 @@ import pytest
 from fusewright.bench.limits.beside import LAUNCH_US, Beside, measure_here, on_gpu, read_measured
 from fusewright.compiler.inspect.limits import StepSize, StepWork, Work, limit_of
 from fusewright.config import UserError
-from fusewright.config.ceilings import Ceilings
+from fusewright.config.device_table import Ceilings
 from fusewright.model_executor.abacus import FOLDER as ABACUS
 from fusewright.serve.cli import main
 

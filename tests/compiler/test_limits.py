@@ -17,8 +17,7 @@ from fusewright.compiler.inspect.limits import (
     limit_of,
 )
 from fusewright.config import EngineOptions
-from fusewright.config.ceilings import Ceilings, ceilings
-from fusewright.config.device_table import shipped
+from fusewright.config.device_table import Ceilings, ceilings, shipped
 from fusewright.engine.limits import step_works
 
 CEILINGS = {table.gpu: ceilings(table) for table in shipped()}
