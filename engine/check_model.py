@@ -65,6 +65,7 @@ _MOVES = frozenset(
         "slice",
         "split",
         "squeeze",
+        "t",
         "transpose",
         "unsqueeze",
         "view",

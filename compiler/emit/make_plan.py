@@ -70,7 +70,9 @@ def _tensor_input(fake: torch.Tensor, traced: Traced) -> TensorInput:
     shape = tuple(
         dim if isinstance(dim, int) else traced.dims.get(str(dim), str(dim)) for dim in fake.shape
     )
-    return TensorInput(str(fake.dtype).removeprefix("torch."), shape, fake.device.type)
+    transposed = all(isinstance(size, int) for size in shape) and not fake.is_contiguous()
+    dtype = str(fake.dtype).removeprefix("torch.")
+    return TensorInput(dtype, shape, fake.device.type, transposed)
 
 
 def _ranges(traced: Traced) -> dict[str, tuple[int, int]]:

@@ -51,11 +51,13 @@ def reads(step: PieceStep | OpStep) -> list[str]:
 @dataclass(frozen=True)
 class TensorInput:
     """The requirements of a program for a tensor.  A dimension is a size, or the name of what it
-    counts; tensors that count the same have the same size there."""
+    counts; tensors that count the same have the same size there.  It is contiguous, or its
+    transpose is, if it is ``transposed``."""
 
     dtype: str
     shape: tuple[int | str, ...]
     device: str
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Plan:
     Attributes:
         steps: a step is ``per_token`` when no shape in it counts sequences: it can then be captured
             for a padded number of tokens, whatever the sequences are.
-        inputs: the tensors that come from outside, by name; all are contiguous.
+        inputs: the tensors that come from outside, by name.
         sizes: size value -> (name, dimension) of the input that carries it.
         ranges: what a dynamic dimension counts -> least and largest size that the code is for.
         output: name of the result.
@@ -89,7 +91,7 @@ class Plan:
         return Plan(
             steps=tuple(_step(step) for step in data["steps"]),
             inputs={
-                name: TensorInput(spec["dtype"], tuple(spec["shape"]), spec["device"])
+                name: TensorInput(**{**spec, "shape": tuple(spec["shape"])})
                 for name, spec in data["inputs"].items()
             },
             sizes={name: (source, dim) for name, (source, dim) in data["sizes"].items()},

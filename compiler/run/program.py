@@ -227,8 +227,10 @@ def _check_tensor(name: str, value: Tensor, spec: TensorInput) -> None:
             f"{name} is {dtype}{list(value.shape)} on {value.device.type}, compiled for "
             f"{spec.dtype}[{wanted}] on {spec.device}"
         )
-    if not value.is_contiguous():
-        raise InputError(f"{name} has strides {value.stride()}, compiled for a contiguous tensor")
+    rows = value.transpose(-1, -2) if spec.transposed else value
+    if not rows.is_contiguous():
+        wanted = "one whose transpose is contiguous" if spec.transposed else "a contiguous tensor"
+        raise InputError(f"{name} has strides {value.stride()}, compiled for {wanted}")
 
 
 def _last_uses(plan: Plan) -> dict[str, int]:
