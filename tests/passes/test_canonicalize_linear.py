@@ -35,3 +35,12 @@ def test_products_with_transposed_weights_are_raised(
     (report,) = run_passes(gm, [CANONICALIZE_LINEAR], verify=True)
     assert [site.reason for site in report.missed] == missed
     assert ("linear.default" in targets(gm)) == (not missed)
+
+
+def test_a_weight_by_input_that_lies_by_output_is_raised() -> None:
+    """As the weights of GPT-2 lie once they are loaded."""
+    w = torch.randn(12, 8).t()  # [in_features, out_features]
+    gm = dispatched(by_input, "w", "b", x=torch.randn(7, 8), w=w, b=torch.randn(12))
+    (report,) = run_passes(gm, [CANONICALIZE_LINEAR], verify=True)
+    assert (report.matched, report.missed) == (1, [])
+    assert "linear.default" in targets(gm)
