@@ -25,7 +25,12 @@ PARAMS = [
     SamplingParams(temperature=0.0, repetition_penalty=1.2, max_tokens=8, logprobs=1),
 ]
 REQUESTS = [(prompt, PARAMS[i % len(PARAMS)]) for i, prompt in enumerate(PROMPTS)]
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+DRAFTS = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_min": 1,
+    "adaptive": False,
+}
 SETUPS: list[dict[str, Any]] = [
     {"max_num_seqs": 1, "enable_prefix_caching": False},
     {"max_num_seqs": 3, "max_num_batched_tokens": 5},

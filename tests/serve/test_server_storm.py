@@ -138,7 +138,12 @@ class Storm:
             self.wrong.append(f"{answer.status_code} for a bad body")
 
 
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+DRAFTS = {
+    "method": "ngram",
+    "num_speculative_tokens": 3,
+    "prompt_lookup_max": 2,
+    "adaptive": False,
+}
 
 
 @pytest.mark.product
