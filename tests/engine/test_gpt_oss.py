@@ -151,6 +151,7 @@ def run(rank: int, world: int) -> list[float]:
     return [compare(twin, step, "gpt_oss").error for step in (model, program.step)]
 
 
+@pytest.mark.thorough
 def test_two_ranks_hold_a_part_of_each_stored_expert(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
