@@ -123,6 +123,8 @@ OUTSIDE_OPTIONS = {
     "gpu_memory_utilization": 0.5,
     "kv_cache_memory_bytes": 1 << 30,
     "num_gpu_blocks_override": 99,
+    "max_step_ms": 20.0,
+    "speculative_config": '{"method": "ngram", "num_speculative_tokens": 4}',
 }
 INSIDE_OPTIONS = {
     "dtype": "float16",

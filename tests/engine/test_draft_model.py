@@ -62,7 +62,7 @@ def test_a_model_that_drafts_for_itself_is_right(
     llm = LLM("abacus", **OPTIONS | setup, speculative_config=ITSELF)
     assert facts(generate(llm, FEW)) == facts(expected)
     report = llm.report()["drafts"]
-    assert report["error"] == "" and report["drafted"] > 50
+    assert report["error"] == "" and report["drafted"] >= 20
     assert accepted(report) > 0.8, report  # bad words and penalties are not known to it
     pool = llm.engine.core.scheduler.pool  # type: ignore[attr-defined]
     assert pool.num_free == pool.num_blocks, "a block was lost"
@@ -82,7 +82,7 @@ def test_a_stranger_is_wrong_and_changes_no_output(
     llm = LLM("abacus", **OPTIONS, speculative_config=ITSELF | {"model": stranger})
     assert facts(generate(llm, FEW)) == facts(expected)
     report = llm.report()["drafts"]
-    assert report["error"] == "" and report["drafted"] > 50
+    assert report["error"] == "" and report["drafted"] >= 20
     assert accepted(report) < 0.2, report
 
 

