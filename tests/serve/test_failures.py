@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -35,11 +36,12 @@ def shell(line: str, **environment: str) -> tuple[int, str]:
 
 
 def line_of(said: tuple[int, str], code: int = 1) -> str:
-    """The one line that was said, with this exit code."""
+    """The one line that was said, with this exit code; a busy machine may have shown progress."""
     assert said[0] == code, said
-    assert said[1].startswith("error: "), said
-    assert said[1].count("\n") == 1, said
-    return said[1]
+    *before, line = said[1].splitlines()
+    assert all(re.fullmatch(r"\w.* \(\d+ s\)", shown) for shown in before), said
+    assert line.startswith("error: ") and said[1].endswith("\n"), said
+    return line + "\n"
 
 
 # Streams
