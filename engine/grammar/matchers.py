@@ -71,7 +71,8 @@ class Grammars:
 
     def settle(self) -> None:
         """Take what has come, and wait for masks that are quick to make, for a short time."""
-        self.flush()
+        if self._to_ask:
+            self.flush()
         if not self.process.is_owed:
             return
         self.process.read(0.0)

@@ -40,8 +40,8 @@ class BlockTables:
         """Write the blocks that the batch's rows have gained."""
         for group, gained in enumerate(batch.block_tables):
             taken = 0
-            columns = (gained.rows, gained.starts, gained.counts)
-            for row, start, count in zip(*(each.tolist() for each in columns), strict=True):
+            rows, starts = gained.rows.tolist(), gained.starts.tolist()
+            for row, start, count in zip(rows, starts, gained.counts.tolist(), strict=True):
                 ids = gained.block_ids[taken : taken + count]
                 self.rows[batch.slots[row], group, start : start + count] = ids
                 taken += count
