@@ -10,6 +10,7 @@ from .argument import ignored, refused, same, table
 from .engine import LORA, POOLING, PROCESSORS
 
 _STORED = "answers are not stored; send the conversation"
+_TEMPLATE = "needs --trust-request-chat-template"
 _TEXT = "models give text alone"
 _AUDIO = "models read and write text alone; use another server for speech"
 _IMAGES = "models read and write text alone; use another server for pictures"
@@ -75,7 +76,7 @@ COMPLETIONS = table(
     refused(_TEXT + "; leave it out", "modalities", (["text"],)),
     refused(_TEXT + "; leave it out", "audio"),
     refused("put both parts into the prompt, with the model's own marks of a gap", "suffix"),
-    same("chat_template", "needs --trust-request-chat-template"),
+    same("chat_template", _TEMPLATE),
     refused("use tools", "functions"),
     refused("use tool_choice", "function_call", ("auto", "none")),
     refused("the client searches; give it as a function in tools", "web_search_options"),
@@ -85,6 +86,7 @@ COMPLETIONS = table(
 RESPONSES = table(
     same("input instructions max_output_tokens text tools tool_choice parallel_tool_calls"),
     same("metadata add_generation_prompt continue_final_message chat_template_kwargs documents"),
+    same("chat_template", _TEMPLATE),
     same("reasoning", "its effort, as reasoning_effort of chats"),
     same("reasoning_effort", "for a chat template that reads it, or enable_thinking"),
     ignored("answers hold text and calls of functions", "include"),
@@ -103,6 +105,7 @@ RESPONSES = table(
 MESSAGES = table(
     same("messages system stop_sequences tools tool_choice parallel_tool_calls output_format"),
     same("add_generation_prompt continue_final_message chat_template_kwargs documents"),
+    same("chat_template", _TEMPLATE),
     same("thinking", "enabled or not, for a chat template that reads enable_thinking"),
     same("reasoning_effort", "for a chat template that reads it, or enable_thinking"),
     same("output_config", "its format, and its effort as reasoning_effort of chats"),
@@ -122,7 +125,7 @@ TOKENIZE = table(
     same("continue_final_message chat_template_kwargs return_token_strs documents"),
     same("reasoning_effort", "for a chat template that reads it, or enable_thinking"),
     ignored("models read text alone", "mm_processor_kwargs media_io_kwargs"),
-    refused("the template is the model's; start the server with --chat-template", "chat_template"),
+    same("chat_template", _TEMPLATE),
 )
 """Fields of ``/tokenize`` and ``/detokenize``."""
 
