@@ -12,8 +12,6 @@ from itertools import pairwise
 from typing import Any
 
 from .errors import UserError
-from .vllm.argument import Port
-from .vllm.speculative import NO_METHODS, SPECULATIVE
 
 _log = logging.getLogger(__name__)
 METHODS = ("ngram", "draft_model")
@@ -137,6 +135,9 @@ def _known(values: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: a field is unknown, or asks for what is not there.
     """
+    from .vllm.argument import Port
+    from .vllm.speculative import SPECULATIVE
+
     kept: dict[str, Any] = {}
     for name, value in values.items():
         argument = SPECULATIVE.get(name)
@@ -154,6 +155,8 @@ def _known(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _method(values: dict[str, Any]) -> str:
+    from .vllm.speculative import NO_METHODS
+
     method, model = values.get("method"), values.get("model")
     if method is None and model in ("ngram", "[ngram]"):
         del values["model"]

@@ -34,7 +34,6 @@ from .grammar.matchers import Grammars
 from .ranks.executor import StartedRanks
 from .ranks.leader import Leader
 from .ranks.start import OneRank, on_all, start_ranks
-from .worker.draft_model import DraftingRunner, read_draft_model
 from .worker.hardware import detect_hardware
 from .worker.memory import report_kv_groups
 from .worker.progress import Progress, show_progress
@@ -79,7 +78,11 @@ class Engine(EngineLoop):
                 others.take_gpu()
             hardware = hardware or detect_hardware(options.device)
             folder, spec, config = read_model(options, hardware, weights=True)
-            draft = read_draft_model(options, config, spec, hardware)
+            draft = None
+            if config.scheduler.speculative is not None:
+                from .worker.draft_model import read_draft_model
+
+                draft = read_draft_model(options, config, spec, hardware)
             sizes = (spec.vocab_size, config.model.max_model_len)
             inputs = input_processor(options, *sizes, read_tokenizer(options))
             eos_token_ids = within_vocabulary(
@@ -101,6 +104,8 @@ class Engine(EngineLoop):
         self.grammars = Grammars(grammars, config.scheduler.max_num_seqs)
         runner = on_all(ranks, worker.runner)
         if worker.draft is not None:
+            from .worker.draft_model import DraftingRunner
+
             runner = DraftingRunner(runner, worker.draft)
         core = make_core(
             config,

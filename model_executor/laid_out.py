@@ -77,6 +77,8 @@ def laid_out_reads(
         UserError: a tensor is missing or has another type or shape; the order of a layer's columns
             cannot become that of the rows before it.
     """
+    if model.spec.quant is None or model.spec.quant.online:
+        return [], set()
     modules, reads, used = dict(model.named_modules()), list[LaidOutRead](), set[str]()
     for name, target in names:
         module = modules.get(target.module)

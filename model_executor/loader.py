@@ -285,7 +285,7 @@ def materialize(model: nn.Module, dtype: torch.dtype | None, device: torch.devic
             model,
             lambda param: _empty_like(param, dtype, device),
             lambda buffer: (
-                torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+                _empty_like(buffer, None, device) if buffer.is_meta else buffer.to(device)
             ),
         )
     except (RuntimeError, MemoryError) as error:
@@ -312,9 +312,11 @@ def _dtype(param: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if param.is_floating_point() and param.dtype != E4M3 else param.dtype
 
 
-def _empty_like(param: Tensor, dtype: torch.dtype | None, device: torch.device | str) -> Tensor:
+def _empty_like(like: Tensor, dtype: torch.dtype | None, device: torch.device | str) -> Tensor:
+    if like.is_contiguous():  # ``empty_like`` of a meta tensor imports sympy
+        return torch.empty(like.shape, dtype=_dtype(like, dtype), device=device)
     # Experts' weights that a library has transposed keep their strides.
-    return torch.empty_like(param, dtype=_dtype(param, dtype), device=device)
+    return torch.empty_like(like, dtype=_dtype(like, dtype), device=device)
 
 
 def _replace_tensors(

@@ -10,22 +10,24 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fusewright.config.vllm import (
-    BENCH,
     CALLS,
-    COMPLETIONS,
     ENGINE,
-    GENERATION,
-    MESSAGES,
     METHODS,
-    PATHS,
-    RESPONSES,
     SAMPLING,
     SERVE,
-    SPECULATIVE,
-    TOKENIZE,
     Argument,
     Port,
 )
+from fusewright.config.vllm.bench import BENCH
+from fusewright.config.vllm.requests import (
+    COMPLETIONS,
+    GENERATION,
+    MESSAGES,
+    PATHS,
+    RESPONSES,
+    TOKENIZE,
+)
+from fusewright.config.vllm.speculative import SPECULATIVE
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/coming-from-vllm.md"
 

@@ -21,7 +21,7 @@ from ..messages.step import PendingStep, Runner
 from ..messages.step_reads import StepReads
 from .batch import ScheduledStep
 from .chunks import StepLimits
-from .drafters import make_drafts
+from .drafts import Drafts
 from .kv_blocks import BlockPool
 from .preparing import Preparing
 from .request import Request
@@ -316,12 +316,17 @@ def make_core(
         asked.max_step_ms / 1e3,
     )
     pool = BlockPool(num_blocks, config.cache.block_size, groups)
+    drafts: Drafts | None = None
+    if asked.speculative is not None:
+        from .drafters import make_drafts  # a start without drafts imports no drafter
+
+        drafts = make_drafts(asked.speculative, pool, vocab_size, draft)
     scheduler = Scheduler(
         pool,
         limits,
         prefix_caching=asked.prefix_caching,
         heed_priority=asked.policy == "priority",
-        drafts=make_drafts(asked.speculative, pool, vocab_size, draft),
+        drafts=drafts,
     )
     return EngineCore(
         scheduler,

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...config import ResolvedConfig
 from ...graph_capture import Dispatcher
 from ...model_executor.kv_cache import kv_cache_bytes_per_block
 from ...model_executor.spec import ModelSpec, stage_of
-from .draft_model import DraftModel, DraftParts
 from .graph_mode import graph_mode
 from .memory import account, outside_bytes
 from .model_runner import ModelRunner
@@ -32,6 +32,9 @@ from .startup import (
 )
 from .startup_report import StartupReport
 from .weight_bytes import step_reads, weight_bytes
+
+if TYPE_CHECKING:
+    from .draft_model import DraftModel, DraftParts
 
 
 class Worker:
@@ -63,6 +66,8 @@ class Worker:
             self.compiled = compile_model(whole, config, self.weights, startup, progress, peers)
         self.draft: DraftModel | None = None
         if draft is not None:
+            from .draft_model import DraftModel
+
             self.draft = DraftModel(draft, whole.cache_groups, startup, progress)
         ranks = peers.meet()
         with startup.phase("warm-up"):

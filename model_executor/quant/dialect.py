@@ -14,7 +14,14 @@ from .scheme import QuantKind
 
 KindOf: TypeAlias = Callable[[str], QuantKind | None]
 """How a module of a name is quantized; None: not at all."""
+MODELOPT_FILE = "hf_quant_config.json"
 IN_16_BITS = "the checkpoint quantizes activations too, which stay in 16 bits here: {}"
+
+
+def says_quantized(config: HfConfig) -> bool:
+    """Whether the config of a model, or ModelOpt's file beside it, says how it is quantized."""
+    beside = config.path.parent / MODELOPT_FILE
+    return config.section("quantization_config") is not None or beside.is_file()
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,10 @@ from ...config.weight_format import STORED_FORMATS
 from ..hf_json import HfConfig, read_json
 from . import layouts
 from .compressed import compressed_tensors
-from .dialect import IN_16_BITS, Dialect, group_size, num_bits, of_one_kind
+from .dialect import IN_16_BITS, MODELOPT_FILE, Dialect, group_size, num_bits, of_one_kind
 from .module_lists import matcher
 from .scheme import BLOCK, QuantKind
 
-_MODELOPT_FILE = "hf_quant_config.json"
 _MODELOPT_FP8: Mapping[str, QuantKind] = {
     "FP8": "fp8_static",
     "FP8_PER_CHANNEL_PER_TOKEN": "fp8",
@@ -27,16 +26,15 @@ _MODELOPT_FP8: Mapping[str, QuantKind] = {
 _MODELOPT_INT4 = ("W4A16", "W4A16_AWQ")
 
 
-def read_dialect(config: HfConfig) -> Dialect | None:
-    """What the config of a model, or ModelOpt's file beside it, says; None: nothing.
+def read_dialect(config: HfConfig) -> Dialect:
+    """What the config of a model, or ModelOpt's file beside it, says; one of them must
+    (``says_quantized``).
 
     Raises:
         UserError: a field is missing, or asks for what is not supported.
     """
     section = config.section("quantization_config")
-    beside = config.path.parent / _MODELOPT_FILE
-    if section is None and not beside.is_file():
-        return None
+    beside = config.path.parent / MODELOPT_FILE
     method = "modelopt" if section is None else section.text("quant_method")
     if method not in _METHODS:
         assert section is not None

@@ -14,8 +14,7 @@ from ...config.errors import UserError
 from ...config.weight_format import STORED_FORMATS, StoredFormat
 from ..hf_json import HfConfig
 from ..sharding import ModulePart
-from .dialect import Dialect
-from .dialects import read_dialect
+from .dialect import Dialect, says_quantized
 from .layouts import Layout
 from .scheme import LINEARS, MOE_LINEARS, QuantKind, QuantScheme
 
@@ -36,7 +35,7 @@ def read_quantization(
     Raises:
         UserError: in another way than is supported, or not alike where it must be.
     """
-    if (dialect := read_dialect(config)) is None:
+    if (dialect := _dialect(config)) is None:
         return None
     kinds = _of_parts(dialect, ((name, target.module) for name, target in names))
     every = (*LINEARS, *MOE_LINEARS)
@@ -61,7 +60,7 @@ def read_captured_quantization(
             each is a part of.  It is told which layout or format a module has, if it is one of
             ``STORED_FORMATS``.
     """
-    if (dialect := read_dialect(config)) is None:
+    if (dialect := _dialect(config)) is None:
         return None
     laid = STORED_FORMATS | {layout.target: layout for layout in dialect.layouts}
     parts = [*names(lambda module: laid.get(dialect.kind_of(module) or ""))]
@@ -70,6 +69,14 @@ def read_captured_quantization(
     modules = ((name, dialect.kind_of(name)) for name, _ in parts)
     scheme = _scheme(dialect, [kinds] * num_layers, gathered, "of a captured model all do")
     return replace(scheme, modules=tuple((name, kind) for name, kind in modules if kind in laid))
+
+
+def _dialect(config: HfConfig) -> Dialect | None:
+    if not says_quantized(config):
+        return None
+    from .dialects import read_dialect  # other models start without the dialects
+
+    return read_dialect(config)
 
 
 def _scheme(

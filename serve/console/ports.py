@@ -10,7 +10,7 @@ from typing import Any
 
 from ...config import UserError
 from ...config.ports import ported
-from ...config.vllm import BENCH, ENGINE, SERVE, Argument
+from ...config.vllm import ENGINE, SERVE, Argument
 
 _SHORT = {
     "-tp": "--tensor-parallel-size",
@@ -39,7 +39,11 @@ def rewritten(args: Sequence[str], known: Mapping[str, bool], command: str) -> l
         UserError: a flag of vLLM's asks for what is not there, or a ``--config`` file is bad.
     """
     has_engine = "--max-model-len" in known
-    more = BENCH if command.startswith("bench ") else SERVE if command == "serve" else {}
+    more: Mapping[str, Argument] = SERVE if command == "serve" else {}
+    if command.startswith("bench "):
+        from ...config.vllm.bench import BENCH
+
+        more = BENCH
     table = ENGINE | more if has_engine else {}
     out: list[str] = []
     rest = list(args)

@@ -23,9 +23,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-FORBIDDEN = ("torch._dynamo", "torch._inductor", "triton", "transformers", "jinja2")
-"""A warm start imports none of these: compilers, the library of captured models, and Jinja, which
-conversations alone need."""
+_UNUSED = ("core.drafters", "core.drafting.policy", "core.ngram", "worker.draft_model")
+FORBIDDEN = (
+    *("torch._dynamo", "torch._inductor", "triton", "transformers", "jinja2"),
+    *(f"fusewright.engine.{name}" for name in _UNUSED),
+    *(f"fusewright.config.vllm.{name}" for name in ("bench", "requests", "speculative")),
+    "fusewright.model_executor.quant.dialects",
+)
+"""A warm start imports none of these: compilers, the library of captured models, Jinja, which
+conversations alone need, and what reads drafts, requests and quantized checkpoints."""
+NO_ALGEBRA = ("sympy",)
+"""Nor this one, unless it checks required fusions, by the module that has the passes too."""
 COMPILERS = ("ptxas", "nvcc", "gcc", "g++", "cc", "c++", "clang", "clang++", "ld", "as", "ninja")
 TIMEOUT_S = 500
 
@@ -182,8 +190,11 @@ class _Refuse(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     To look whether there is one, as torch does for Triton, is no import.
     """
 
+    def __init__(self, roots: Sequence[str]) -> None:
+        self._roots = roots
+
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        forbidden = any(name == root or name.startswith(f"{root}.") for root in FORBIDDEN)
+        forbidden = any(name == root or name.startswith(f"{root}.") for root in self._roots)
         return ModuleSpec(name, self) if forbidden else None
 
     def exec_module(self, module: ModuleType) -> None:
@@ -259,11 +270,13 @@ def commands(argvs: list[list[str]]) -> Any:
 
 def _main() -> None:
     given = json.loads(sys.argv[1])
+    starts = given.pop("task") == "start_all"
+    refused = FORBIDDEN + NO_ALGEBRA if starts else FORBIDDEN
     if given.pop("guard", False):
-        sys.meta_path.insert(0, _Refuse())
+        sys.meta_path.insert(0, _Refuse(refused))
         sys.addaudithook(_record)
-    told = (start_all if given.pop("task") == "start_all" else commands)(**given)
-    loaded = [name for name in FORBIDDEN if name in sys.modules]
+    told = (start_all if starts else commands)(**given)
+    loaded = [name for name in refused if name in sys.modules]
     print(json.dumps({"told": told, "loaded": loaded, "executed": _executed}))
 
 

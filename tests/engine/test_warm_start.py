@@ -166,7 +166,7 @@ def test_a_start_that_compiles_does_not_get_past_the_guard(device: torch.device)
         process = begin("start_all", env=env, guard=True, starts=[start], batches=BATCHES)
         _, err = process.communicate()
     assert process.returncode != 0
-    assert "AssertionError: torch._dynamo is imported" in err
+    assert "AssertionError: sympy is imported" in err, "which torch.fx imports before Dynamo"
 
 
 # One store of abacus at -O2, for all that follows
@@ -250,7 +250,7 @@ def test_a_start_that_would_compile_or_miss_a_fusion_is_refused_in_one_line(made
         assert sandbox.traces() == []
     assert done["loaded"] == []
     for (flags, expected), (code, out, err) in zip(REFUSED.items(), done["told"], strict=True):
-        assert (code, out, err.count("\n")) == (2, "", 1), flags
+        assert (code, out, err.count("\n")) == (2, "", 1), (flags, err)
         assert err.startswith("error: ")
         for words in expected:
             assert words in err

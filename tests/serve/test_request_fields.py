@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from fusewright.config.vllm import PATHS, Port
+from fusewright.config.vllm import Port
+from fusewright.config.vllm.requests import PATHS
 from fusewright.serve.http.app import BARE_POSTS, GETS, POSTS
 from fusewright.serve.http.intake.errors import ApiError
 from fusewright.serve.http.intake.fields import FieldNotes, why_no_path

@@ -15,7 +15,6 @@ from fusewright import LLM, SamplingParams
 from fusewright.config import EngineOptions, UserError, engine_options
 from fusewright.config.ports import check_call, ported
 from fusewright.config.vllm import (
-    BENCH,
     CALLS,
     ENGINE,
     METHODS,
@@ -24,6 +23,7 @@ from fusewright.config.vllm import (
     Argument,
     Port,
 )
+from fusewright.config.vllm.bench import BENCH
 from fusewright.serve.cli import main
 from fusewright.serve.console.ports import rewritten
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 
 from ....config.ports import nearest
-from ....config.vllm import PATHS, Port
+from ....config.vllm import Port
+from ....config.vllm.requests import PATHS
 from .errors import ApiError
 from .protocol import Fields
 

@@ -10,7 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from ....config.vllm import COMPLETIONS, GENERATION, MESSAGES, RESPONSES, TOKENIZE, Argument
+from ....config.vllm import Argument
+from ....config.vllm.requests import COMPLETIONS, GENERATION, MESSAGES, RESPONSES, TOKENIZE
 from ....engine.messages.sampling_params import MAX_BAD_WORDS, MAX_BIASES
 
 MOST_STOPS = 64
