@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
@@ -39,8 +40,8 @@ def chat(
 ) -> None:
     """Chat with a model at the terminal: a line is a message, the answer is streamed.
 
-    /clear forgets the conversation; Ctrl-C ends an answer, Ctrl-D the chat. Lines of a pipe are
-    messages too. A server's thinking goes to stderr.
+    /clear forgets the conversation, /exit ends the chat, /help lists such lines; Ctrl-C ends an
+    answer, Ctrl-D the chat. Lines of a pipe are messages too. A server's thinking goes to stderr.
     """
     if sampling.get("n", 1) != 1:
         raise UserError("--n: a chat has one answer; `fusewright run` gives several")
@@ -98,13 +99,27 @@ def _of_server(server: Server, engine: dict[str, Any], sampling: dict[str, Any])
     return answer
 
 
+_COMMAND = re.compile(r"/[a-z?]+")
+"""A line that is no message: a path or a fraction has more than one word or slash."""
+_ENDS = ("/exit", "/quit", "/bye")
+_ASKS = ("/help", "/?")
+_HELP = "/clear forgets the conversation, /exit ends the chat; other lines are messages"
+
+
 def _talk(answer: Answer, beginning: list[dict[str, str]]) -> None:
     messages, is_person = list(beginning), sys.stdin.isatty()
     while (text := _message(is_person)) is not None:
-        if text == "/clear":
+        if (word := text.strip()) in _ENDS:
+            return
+        if word == "/clear":
             messages = list(beginning)
             continue
-        if not text.strip():
+        if _COMMAND.fullmatch(word):
+            typer.echo(
+                _HELP if word in _ASKS else f"error: {word} is no command; {_HELP}", err=True
+            )
+            continue
+        if not word:
             continue
         messages.append({"role": "user", "content": text})
         pieces: list[str] = []

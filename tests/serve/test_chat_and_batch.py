@@ -33,6 +33,19 @@ def test_chat_answers_the_lines_of_a_pipe(
     assert capsys.readouterr().out == "95\n1 3 5 9\n"
 
 
+def test_lines_of_a_slash_and_a_word_are_no_messages(
+    server: ServerProcess, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/help\n37+58=\n/halp\n/exit\n37+58=\n"))
+    flags = ("--url", server.url, "--api-key", KEY, "--temperature", "0")
+    assert main(["chat", *flags]) == 0
+    said = capsys.readouterr()
+    assert said.out == "95\n"
+    listed, mistake = said.err.splitlines()
+    assert listed.startswith("/clear forgets") and "/exit ends" in listed
+    assert mistake == f"error: /halp is no command; {listed}"
+
+
 def test_a_batch_is_answered_in_order_by_a_server_that_is_there(
     server: ServerProcess, tmp_path: Path, capsys: Capture
 ) -> None:
