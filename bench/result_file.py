@@ -38,6 +38,9 @@ def read_results(path: Path, commands: str, parse: Callable[[list[Record]], T]) 
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        why = "its values have other types"
+        if isinstance(error, KeyError | ValueError):
+            why = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise UserError(
-            f"{path} is not a result of `fusewright {commands}` with --output: {error!r}"
+            f"{path} is not a result of `fusewright {commands}` with --output: {why}"
         ) from error

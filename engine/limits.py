@@ -42,7 +42,8 @@ def ceilings_for(
         if (gpu is None or gpu.lower() in table.gpu.lower()) and sm in (None, table.sm)
     ]
     if not chosen:
-        asked = f"gpu={gpu}" if gpu is not None else f"target_sm={sm}"
+        values = {"gpu": gpu, "target_sm": sm}
+        asked = ", ".join(f"{name}={value}" for name, value in values.items() if value is not None)
         raise UserError(
             f"{asked}: no device table has the ceilings of such a GPU; there are those of {known}; "
             "python -m fusewright.bench.ops.tune_linear measures one on its GPU"

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _ROWS = (1, 8, 17, 32, 64, 128, 256, 512)
 _PREFILLS = (2048, 8192)
+_ROWS_LISTED, _PREFILLS_LISTED = (", ".join(map(str, each)) for each in (_ROWS, _PREFILLS))
 _MOST_TOKENS = 1 << 20
 
 
@@ -50,11 +51,12 @@ class Steps:
         typer.Option(help="Part of a GPU's name, such as H200, in place of the one here."),
     ] = None
     batch_size: Annotated[
-        list[int] | None, typer.Option(help=f"Requests of a decode step. [default: {_ROWS}]")
+        list[int] | None, typer.Option(help=f"Requests of a decode step. [default: {_ROWS_LISTED}]")
     ] = None
     context: Annotated[int | None, typer.Option(help="KV positions of each. [default: 192]")] = None
     prefill: Annotated[
-        list[int] | None, typer.Option(help=f"Tokens of a prefill step. [default: {_PREFILLS}]")
+        list[int] | None,
+        typer.Option(help=f"Tokens of a prefill step. [default: {_PREFILLS_LISTED}]"),
     ] = None
     input_len: Annotated[
         int | None, typer.Option(help="Tokens of each prompt of a prefill step. [default: 128]")

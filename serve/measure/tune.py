@@ -28,7 +28,10 @@ def moe(
         str, typer.Option(help=f"of the experts' weights: {', '.join(KINDS)}")
     ] = "bfloat16",
     output: Annotated[
-        Path, typer.Option(help="folder of the file; for --tuned-config-dir", show_default=".")
+        Path,
+        typer.Option(
+            help="folder of the file, for --tuned-config-dir. [default: .]", show_default=False
+        ),
     ] = Path(),
     vllm: Annotated[bool, typer.Option("--vllm", help="write a file of vLLM's format")] = False,
     batch_sizes: Annotated[

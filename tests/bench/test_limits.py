@@ -52,7 +52,7 @@ def test_a_result_of_latency_gives_the_steps_that_it_measured(tmp_path: Path) ->
             {"quantization": "fp8"},
             "measured on NVIDIA H100 and NVIDIA H200; give one GPU's result",
         ),
-        ([{"rows": []}], {}, "is not a result of `fusewright bench latency` with --output"),
+        ([{"rows": []}], {}, "bench latency` with --output: it has no 'options'"),
     ],
 )
 def test_results_of_other_settings_are_refused(
@@ -105,6 +105,7 @@ def test_limits_are_drawn_with_what_was_measured() -> None:
     [
         ([], "limits: there is no GPU here; name one by --gpu, of NVIDIA H100 80GB HBM3, NVIDIA H"),
         (["--gpu", "B200"], "gpu=B200: no device table has the ceilings of such a GPU; there are"),
+        (["--gpu", "H200", "--target-sm", "80"], "gpu=H200, target_sm=80: no device table has"),
         (["--target-sm", "80"], "target_sm=80: no device table has the ceilings of such a GPU"),
         (["--gpu", "h200", "-O0"], "limits: -O0 compiles nothing; use -O1 or higher"),
         (["--gpu", "h200", "--dtype", "float32"], "dtype=float32: the rates of a GPU are known fo"),

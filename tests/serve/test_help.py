@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -130,3 +131,8 @@ def test_a_line_of_usage_is_the_same_with_every_typer(
     first, *rest = capsys.readouterr().out.splitlines()
     assert first.endswith(usage)
     assert any(line.startswith(f"  {argument} ") for line in rest)
+
+
+def test_no_default_is_shown_as_python_writes_it() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/reference.md").read_text()
+    assert "default: [" not in page and "default: (" not in page
