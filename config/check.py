@@ -12,7 +12,7 @@ from .levels import BATCH_INVARIANT_LEVEL, LEVELS, LINEAR_FUSIONS, PASSES, Level
 from .options import EngineOptions, option_specs
 from .resolved import ModelLimits
 from .speculative import check_rows, read_speculative
-from .weight_format import STORED_FORMATS, full_name
+from .weight_format import STORED_FORMATS, full_name, why_no_choice
 
 _MAX_INT = 2**63 - 1
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size")
@@ -164,6 +164,8 @@ def _check_ranges(options: EngineOptions) -> None:
         if spec.name == "quantization":
             choices = (*dict.fromkeys((*choices, *STORED_FORMATS)),)
         if choices and value not in (spec.default, *choices):
+            if spec.name == "quantization" and (why := why_no_choice(str(value))):
+                raise UserError(f"quantization={value!r}: {why}")
             raise UserError(f"{spec.name}={value!r}: expected {' or '.join(choices)}")
     if o.num_gpu_blocks_override is not None and o.kv_cache_memory_bytes is not None:
         raise UserError(

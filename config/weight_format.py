@@ -268,6 +268,22 @@ def full_name(quantization: str | None) -> str | None:
     return quantization and ALIASES.get(quantization, quantization)
 
 
+_OF_CHECKPOINTS = (
+    *("awq", "awq_marlin", "auto_awq", "gptq", "gptq_marlin", "auto_gptq", "compressed-tensors"),
+    *("compressed_tensors", "modelopt", "modelopt_fp4", "gguf", "fbgemm_fp8", "gpt_oss_mxfp4"),
+)
+
+
+def why_no_choice(quantization: str) -> str:
+    """Why a name of vLLM's that belongs to checkpoints is none to give, or nothing."""
+    if quantization.lower() not in _OF_CHECKPOINTS:
+        return ""
+    return (
+        "a checkpoint says itself that it is quantized so: leave it out; weights of 16 bits can "
+        "be quantized to fp8, int4, int8 or mxfp4"
+    )
+
+
 _READ_BITS = (4, 8)
 _READ_SCALES = ("float8_e8m0fnu", "bfloat16", "float16", "float32")
 

@@ -33,7 +33,10 @@ ENGINE = table(
         switch=True,
     ),
     same("dtype", "half and float are understood too"),
-    same("quantization", "fp8, int4, int8, mxfp4 of 16-bit weights, or as the checkpoint is"),
+    same(
+        "quantization",
+        "fp8, int4, int8, mxfp4 of 16-bit weights; not awq, gptq: a checkpoint says so itself",
+    ),
     same("kv_cache_dtype", "auto, fp8, fp8_e4m3"),
     same("load_format", "auto, safetensors, dummy"),
     same("hf_overrides", "a dict or its JSON, no function"),

@@ -15,10 +15,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ...config import EngineOptions, OptionSpec, option_specs
+from ...config import EngineOptions, OptionSpec, UserError, option_specs
 from ...config.options import SYNONYMS
 from ...config.ports import at_revision
 from ...config.speculative import with_fields
+from ...config.weight_format import why_no_choice
 from .help import HELP_ALL
 from .options import merge
 
@@ -244,6 +245,8 @@ def _parameter(spec: OptionSpec) -> inspect.Parameter:
 def _choice(spec: OptionSpec, text: str) -> str:
     text = SYNONYMS.get(spec.name, {}).get(text, text)
     if text not in spec.choices:
+        if spec.name == "quantization" and (why := why_no_choice(text)):
+            raise UserError(f"quantization={text!r}: {why}")
         raise typer.BadParameter(f"{text!r} is not one of {', '.join(spec.choices)}.")
     return text
 

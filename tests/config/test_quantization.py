@@ -77,7 +77,9 @@ def test_a_gpu_without_fp8_is_refused(
 @pytest.mark.parametrize(
     ("option", "expected"),
     [
-        ({"quantization": "awq"}, "quantization='awq': expected fp8 or fp8_block or fp8_static"),
+        ({"quantization": "int3"}, "quantization='int3': expected fp8 or fp8_block or fp8_static"),
+        ({"quantization": "awq"}, "quantization='awq': a checkpoint says itself that it is quant"),
+        ({"quantization": "gptq_marlin"}, "quantization='gptq_marlin': a checkpoint says itself"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8': expected auto or fp8 or fp8_e4m3"),
     ],
 )
