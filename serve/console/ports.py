@@ -39,7 +39,7 @@ def rewritten(args: Sequence[str], known: Mapping[str, bool], command: str) -> l
         UserError: a flag of vLLM's asks for what is not there, or a ``--config`` file is bad.
     """
     has_engine = "--max-model-len" in known
-    more: Mapping[str, Argument] = SERVE if command == "serve" else {}
+    more: dict[str, Argument] = SERVE if command == "serve" else {}
     if command.startswith("bench "):
         from ...config.vllm.bench import BENCH
 
