@@ -19,6 +19,10 @@ KINDS = ("bfloat16", "fp8", "fp8_block")
 
 app.command("serve", cls=GroupedHelp)(serve)
 
+_FOLDER = typer.Option(
+    help="folder of the file, for --tuned-config-dir. [default: .]", show_default=False
+)
+
 
 @app.command("moe", cls=GroupedHelp)
 def moe(
@@ -27,12 +31,7 @@ def moe(
     dtype: Annotated[
         str, typer.Option(help=f"of the experts' weights: {', '.join(KINDS)}")
     ] = "bfloat16",
-    output: Annotated[
-        Path,
-        typer.Option(
-            help="folder of the file, for --tuned-config-dir. [default: .]", show_default=False
-        ),
-    ] = Path(),
+    output: Annotated[Path, _FOLDER] = Path(),
     vllm: Annotated[bool, typer.Option("--vllm", help="write a file of vLLM's format")] = False,
     batch_sizes: Annotated[
         str | None, typer.Option(help="numbers of tokens, separated by commas", show_default=False)
