@@ -191,36 +191,38 @@ def _expert_of_slot(slot, ids_ptr, first_ptr, NUM_EXPERTS: tl.constexpr):
 @triton.jit
 def _load_weight(
     rows_at, scales_at, zeros_at, start, K, dtype: tl.constexpr, STORED: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, WHOLE_STEPS: tl.constexpr,
-    BLOCK_K: tl.constexpr
+    ZEROS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr,
+    WHOLE_STEPS: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Columns from ``start`` on of some rows, [rows, BLOCK_K]; 0 behind K.  Of a STORED weight they
     are in ``dtype``.
 
-    ``rows_at``, ``scales_at`` and ``zeros_at``, which may be None, point to the rows' first numbers
-    or words, scales and zero points.  A word's numbers are of one group.
+    ``rows_at``, ``scales_at`` and ``zeros_at``, which is read with ZEROS, point to the rows' first
+    numbers or words, scales and zero points.  A word's numbers are of one group.
     """
     if STORED is None:
         columns = start + tl.arange(0, BLOCK_K)
         inside = None if WHOLE_STEPS else (columns < K)[None, :]
         other = None if WHOLE_STEPS else 0.0
-        return tl.load(rows_at[:, None] + columns[None, :], mask=inside, other=other)
-    each: tl.constexpr = 32 // BITS
-    places = start // each + tl.arange(0, BLOCK_K // each)
-    groups = places * each // GROUP
-    inside = None if WHOLE_STEPS else (places * each < K)[None, :]
-    other = None if WHOLE_STEPS else 0
-    words = tl.load(rows_at[:, None] + places[None, :], mask=inside, other=other)
-    scales = tl.load(scales_at[:, None] + groups[None, :], mask=inside, other=other)
-    if WHOLE_STEPS:
-        factors = scales_in_float32(scales)
-    else:  # an exponent of 0 is no 0
-        factors = tl.where(inside, scales_in_float32(scales), 0.0)
-    zeros = OFFSET * 1.0
-    if zeros_at is not None:
-        zeros = tl.load(zeros_at[:, None] + groups[None, :], mask=inside, other=other)
-        zeros = zeros.to(tl.float32)
-    return numbers_of(words, zeros, factors, 0x76543210, BITS, STORED, dtype)
+        loaded = tl.load(rows_at[:, None] + columns[None, :], mask=inside, other=other)
+    else:
+        each: tl.constexpr = 32 // BITS
+        places = start // each + tl.arange(0, BLOCK_K // each)
+        groups = places * each // GROUP
+        inside = None if WHOLE_STEPS else (places * each < K)[None, :]
+        other = None if WHOLE_STEPS else 0
+        words = tl.load(rows_at[:, None] + places[None, :], mask=inside, other=other)
+        scales = tl.load(scales_at[:, None] + groups[None, :], mask=inside, other=other)
+        if WHOLE_STEPS:
+            factors = scales_in_float32(scales)
+        else:  # an exponent of 0 is no 0
+            factors = tl.where(inside, scales_in_float32(scales), 0.0)
+        zeros = OFFSET * 1.0
+        if ZEROS:
+            zeros = tl.load(zeros_at[:, None] + groups[None, :], mask=inside, other=other)
+            zeros = zeros.to(tl.float32)
+        loaded = numbers_of(words, zeros, factors, 0x76543210, BITS, STORED, dtype)
+    return loaded
 
 
 @triton.jit
@@ -239,11 +241,11 @@ def _rows_of_expert(
     scales_row, SCHEME: tl.constexpr, STORED: tl.constexpr
 ):  # fmt: skip
     """Where rows of an expert's weight, their scales and their zero points begin; zero points lie
-    like scales."""
+    like scales.  What the weight does not have is the rows again: no function returns None."""
     wide = expert.to(tl.int64)
     at = weight_ptr + wide * expert_stride + rows.to(tl.int64) * weight_stride
-    scales = scale_ptr
-    zeros = zero_ptr
+    scales = at
+    zeros = at
     if SCHEME == "tensor":
         scales = scale_ptr + expert
     elif SCHEME != "none" or STORED is not None:
@@ -323,6 +325,7 @@ def _expert_linear_kernel(
     x_at = x_ptr + x_rows.to(tl.int64) * x_stride
     gate_rows = 2 * read_cols if INTERLEAVED else read_cols
     up_rows = gate_rows + (1 if INTERLEAVED else N)
+    ZEROS: tl.constexpr = weight_zero_ptr is not None
     gate_at, gate_scales, gate_zeros = _rows_of_expert(
         weight_ptr, weight_scale_ptr, weight_zero_ptr, expert, gate_rows, expert_stride,
         weight_stride, expert_scales, scales_row, SCHEME, STORED
@@ -342,13 +345,13 @@ def _expert_linear_kernel(
             x_at, x_scales, start, K, x_scale_group, SCHEME, WHOLE_STEPS, BLOCK_K
         )  # fmt: skip
         w = _load_weight(
-            gate_at, gate_scales, gate_zeros, start, K, x.dtype, STORED, BITS, GROUP, OFFSET,
-            WHOLE_STEPS, BLOCK_K
+            gate_at, gate_scales, gate_zeros, start, K, x.dtype, STORED, ZEROS, BITS, GROUP,
+            OFFSET, WHOLE_STEPS, BLOCK_K
         )  # fmt: skip
         total = _add_step(total, x, w, x_scale, gate_scales, start, SCHEME, SWAPPED)
         if ACTIVATION is not None:
             w = _load_weight(
-                up_at, up_scales, up_zeros, start, K, x.dtype, STORED, BITS, GROUP, OFFSET,
+                up_at, up_scales, up_zeros, start, K, x.dtype, STORED, ZEROS, BITS, GROUP, OFFSET,
                 WHOLE_STEPS, BLOCK_K
             )  # fmt: skip
             up_total = _add_step(up_total, x, w, x_scale, up_scales, start, SCHEME, SWAPPED)

@@ -236,7 +236,8 @@ def compile_each_value(launches: Iterator[Needed]) -> Iterator[dict[str, Any]]:
             assert shared <= HOPPER.shared_bytes, f"{shared} bytes of shared memory"
             result["error"] = ""
         except Exception as error:  # every failure is a line of the report
-            result["error"] = f"{type(error).__name__}: {error}"
+            causes = [error, *([error.__cause__] if error.__cause__ else [])]
+            result["error"] = "\n".join(f"{type(e).__name__}: {e}" for e in causes)
         yield result
 
 
