@@ -232,7 +232,7 @@ def test_an_unknown_architecture_names_the_supported_ones(tmp_path: Path) -> Non
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; expected a number"),
         ({"torch_dtype": "float8"}, "torch_dtype is 'float8'; expected one of float32"),
         ({"head_dim": 63}, "rotary_dim 63"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quant_method is 'awq'; expected one"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quant_method is 'hqq'; expected one"),
     ],
 )
 def test_a_wrong_field_is_named(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:

@@ -211,17 +211,21 @@ def test_weights_are_quantized_while_they_are_loaded(name: str, tmp_path: Path) 
     assert "mlp.down" in quantize_online(odd, name).quant.unquantized[0]  # type: ignore[union-attr]
 
 
-def test_an_admitted_kernel_is_chosen_and_where_it_refuses_the_weight_is_dequantized() -> None:
+def test_an_admitted_kernel_is_chosen_and_where_it_refuses_the_next_of_the_table_is() -> None:
     stored = formats.quantize(INT8, torch.randn(N, K))
     call = (torch.randn(3, K), stored["weight"], None, None, stored["weight_scale"])
     described = ops.BY_NAME["linear"].describe((*call, None, None, None, None, INT8.name))
     choice = ops.choose(ops.BY_NAME["linear"], described, inline_first=False)
     assert choice.name == "admitted" and "multiply_int8 is admitted" in str(choice)
     layer = LinearDesc(INT8.name, torch.float32, N, K)
-    for target in (Target(torch.device("cpu")), Target(torch.device("meta"), 90, csrc=True)):
+    gpu = Target(torch.device("meta"), 90, csrc=True)
+    for target, behind in (
+        (Target(torch.device("cpu")), DEQUANTIZING.name),
+        (gpu, "_linear_lowbit_kernel"),
+    ):
         assert select(layer, 16, target).kernel.name == "multiply_int8"
         chosen = select(layer, 17, target)
-        assert chosen.kernel is DEQUANTIZING
+        assert chosen.kernel.name == behind
         assert dict(chosen.refused)["multiply_int8"] == "17 rows > 16"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,8 @@ from fusewright.config import MachineError, UserError
 from fusewright.serve.cli import app, main
 from tests.warm import warm_starts
 
+from .progress_lines import is_progress
+
 PROGRAM = f"{sys.executable} -m fusewright.serve.cli"
 CPU = "--device cpu"
 
@@ -33,11 +34,6 @@ def shell(line: str, **environment: str) -> tuple[int, str]:
         timeout=500,
     )
     return done.returncode, done.stderr
-
-
-def is_progress(lines: Sequence[str]) -> bool:
-    """Whether these are lines of work that takes more than ten seconds."""
-    return all(line == "starting" or re.fullmatch(r"\w.* \(\d+ s\)", line) for line in lines)
 
 
 def line_of(said: tuple[int, str], code: int = 1) -> str:
