@@ -45,7 +45,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
     config = json.loads((model_folder("abacus") / "config.json").read_text())
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**config | {"num_hidden_layers": 2}))
-    folder = tmp_path_factory.mktemp("models") / "stranger"
+    folder = tmp_path_factory.mktemp("draft") / "stranger"
     model.save_pretrained(folder)
     return str(folder)
 

@@ -122,7 +122,7 @@ def test_weights_are_quantized_while_they_are_loaded(
 @pytest.mark.parametrize("model", ["abacus", "abacus-moe"])
 @pytest.mark.parametrize("name", ["int8", "int4_g32", MXFP4])
 def test_bundled_models_stay_accurate(model: str, name: str) -> None:
-    """Of a model with experts, its attention: experts stay in 16 bits."""
+    """Attention, feed-forward layers and experts are quantized alike."""
     problems = held_out(30, 0)
     how: dict[str, Any] = {"device": "cpu", "optimization_level": 0, "max_num_seqs": 30}
     with LLM(model, quantization=name, **how) as llm:

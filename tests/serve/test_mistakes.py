@@ -90,7 +90,7 @@ MISTAKES: list[tuple[Callable[[Path], None], tuple[str, ...], tuple[str, ...]]] 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str, str, bool]]:
     """Exit code, both outputs, and whether torch was imported, of every mistake."""
-    root = tmp_path_factory.mktemp("models")
+    root = tmp_path_factory.mktemp("mistakes", numbered=False)
     lines = []
     for number, (make, argv, _) in enumerate(MISTAKES):
         make(root / str(number))
@@ -113,7 +113,7 @@ def test_a_cheap_mistake_is_refused_in_one_line_without_torch(
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     for word in MISTAKES[number][2]:
-        assert word.replace("{model}", f"models0/{number}") in err
+        assert word.replace("{model}", f"mistakes/{number}") in err
     assert not torch_imported
 
 
