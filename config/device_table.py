@@ -320,7 +320,7 @@ def file_name(gpu: str) -> str:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a GPU reached at most where nothing else was in the way.
+    """The highest rates that a GPU reached where nothing else was in the way.
 
     Attributes:
         copy_tb_s: bytes read and written by a device-to-device copy; 0: not measured.

@@ -1,4 +1,4 @@
-"""What bounds each step of a model on a GPU, beside what ``bench latency`` measured there."""
+"""Shows the limits of a model's steps on a GPU, beside what ``bench latency`` measured there."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Beside:
 
     @property
     def launches_ms(self) -> float | None:
-        """What the step's launches take at least, of which some hide in each other."""
+        """Least time of the step's launches, some of which overlap."""
         count = self.limit.launches
         return None if count is None else count * LAUNCH_US / 1e3
 

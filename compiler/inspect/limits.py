@@ -1,4 +1,4 @@
-"""What bounds a step of a lowered model: the bytes and the operations of each of its calls.
+"""Computes the limits of a lowered model's step: the bytes and the operations of each of its calls.
 
 The figures are those of the ops' own costs, which ``explain`` shows too, at every size of a step
 that is asked for.  A call takes at least the longer of two times: its bytes at the copy rate, and
@@ -115,7 +115,7 @@ class FamilyLimit:
 
     @property
     def bound(self) -> str:
-        """What bounds most of the time."""
+        """The resource that bounds most of the time."""
         return "bytes" if 2 * self.by_bytes_ms >= self.ms else "arithmetic"
 
 
@@ -149,7 +149,7 @@ class StepLimit:
 
     @property
     def bound(self) -> str:
-        """What bounds most of the time."""
+        """The resource that bounds most of the time."""
         by_bytes_ms = sum(each.by_bytes_ms for each in self.families.values())
         return "bytes" if 2 * by_bytes_ms >= self.ms else "arithmetic"
 
