@@ -27,6 +27,7 @@ _CHUNKS_A_PROGRAM = 4
 # (representative_sizes).
 _MOST_TOKENS = 2048
 # The first operand of a matrix instruction has 64 rows.  A tile with fewer is its second operand.
+# So is x where a weight's numbers are made in registers, which hold first operands alone.
 _LEAST_UNSWAPPED = 64
 
 
@@ -296,7 +297,7 @@ def expert_linear(
             "LIMIT": how.limit,
             "UP_OFFSET": how.up_offset,
             "INTERLEAVED": how.interleaved,
-            "SWAPPED": tile.swapped,
+            "SWAPPED": tile.swapped or weight.stored is not None,
             "WHOLE_STEPS": k % tile.depth == 0,
             "GROUP_M": tile.group,
             "BLOCK_M": tile.rows,

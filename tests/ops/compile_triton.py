@@ -161,8 +161,10 @@ def large_launches() -> Iterator[Needed]:
     experts = (empty(4096, 2048), empty(128, 1536, 2048), ids, None, None, None, "silu", None)
     calls.append(("expert_linear", experts))
     numbers, scales = empty(32, 5760, 1440, dtype=torch.uint8), empty(32, 5760, 90)
-    stored = (numbers, ids[:64, :4], None, scales.to(torch.float8_e8m0fnu), None, CLAMPED, None)
-    calls.append(("expert_linear", (empty(64, 2880), *stored, empty(32, 5760), None, "mxfp4")))
+    for tokens in 64, 4096:
+        stored = (numbers, ids[:tokens, :4], None, scales.to(torch.float8_e8m0fnu), None)
+        more = (CLAMPED, None, empty(32, 5760), None, "mxfp4")
+        calls.append(("expert_linear", (empty(tokens, 2880), *stored, *more)))
     for scheme in ("token", "block"):
         calls += [
             ("linear", linears(scheme, *shape)) for shape in ((64, 28672, 4096), (128, 4096, 14336))
