@@ -17,6 +17,8 @@ _log = logging.getLogger(__name__)
 METHODS = ("ngram", "draft_model")
 MOST_DRAFTS = 64
 """Most drafts of a request in a step."""
+MOST_LOOKS = 16
+"""Earlier places of the last tokens that ``ngram`` compares, the latest first."""
 _MOST_LOOKUP = 64
 _LOOKUP = 5
 """Tokens of an n-gram if neither bound is given, as in vLLM."""

@@ -98,6 +98,15 @@ FEED = "feed_slots"
 """The slot whose newest sampled token, on the device alone, is the token's id; or ``NO_SLOT``."""
 
 
+ORDER = "order"
+"""The number of a row among those of its request that sample in the step: 0 for the first, 1 for
+the row of its first draft.  ``NO_SAMPLE``: a row that samples nothing; ``NO_DRAFT``: a row where
+no draft is there; ``ON_DEVICE`` is added where the device alone knows position and draft."""
+NO_SAMPLE, NO_DRAFT, ON_DEVICE = -1, -2, 1 << 16
+REJECTED, NOT_DRAFTED = -3, -4
+"""In place of the token of a row behind a wrong draft, and of a row whose draft is not there."""
+
+
 def slot_mapping_of(group: int) -> str:
     """The field that says where a group's layers store each token of the step."""
     return f"slot_mapping/{group}" if group else "slot_mapping"
@@ -119,6 +128,7 @@ def step_schema(num_groups: int) -> StepSchema:
             StepField(FEED, Per.TOKEN, padding=NO_SLOT, program=False),
             StepField("seq_lens", Per.SEQUENCE),
             StepField("slots", Per.SEQUENCE, program=False),
+            StepField(ORDER, Per.SEQUENCE, padding=NO_SAMPLE, program=False),
             StepField("query_start_loc", Per.BOUNDARY),
             *(StepField(block_table_of(group), Per.TABLE) for group in groups),
         )

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..config import HIDDEN, STEP, Per, StepSchema
+from ..config import HIDDEN, STEP, Per, StepSchema, block_table_of, slot_mapping_of
 from .backend import borrowed
 
 _ALIGNED = 32
@@ -161,6 +161,16 @@ class StepBuffers:
     def view(self, name: str, size: int) -> Tensor:
         """The first ``size`` values, or rows of a table, of one field."""
         return self._views[name][:size]
+
+    def of_groups(self, num_groups: int, num_seqs: int) -> tuple[Tensor, Tensor]:
+        """Block tables [num_seqs, groups, max_blocks], and where the groups store the first
+        ``num_seqs`` tokens [groups, num_seqs]; a schema has those of the groups side by side."""
+        table = [field.name for field in self.schema.tables].index(block_table_of(0))
+        mapping = [field.name for field in self.schema.tokens].index(slot_mapping_of(0))
+        return (
+            self._tables[:num_seqs, table : table + num_groups],
+            self._tokens[mapping : mapping + num_groups, :num_seqs],
+        )
 
     def views(self, *, num_tokens: int, num_seqs: int) -> dict[str, Tensor]:
         """The step inputs of a program, at these sizes."""

@@ -36,11 +36,14 @@ from .linear.linear import OP as LINEAR, linear
 from .norm.gated_act import GATED_ACTS, gelu_tanh_mul, silu_mul
 from .norm.norm import NORMS, rms_norm
 from .norm.quantize import QUANTIZE, quant_fp8_dynamic, quant_fp8_static
+from .sampling.accept_tokens import OP as ACCEPT_TOKENS, accept_tokens
 from .sampling.apply_penalties import OP as APPLY_PENALTIES, apply_penalties
 from .sampling.argmax import OP as ARGMAX, argmax
 from .sampling.count_tokens import OP as COUNT_TOKENS, count_tokens
 from .sampling.gather_last_token import OP as GATHER_LAST_TOKEN, gather_last_token
 from .sampling.keep_tokens import OP as KEEP_TOKENS, keep_tokens
+from .sampling.place_rows import OP as PLACE_ROWS, place_rows
+from .sampling.propose_ngrams import OP as PROPOSE_NGRAMS, propose_ngrams
 from .sampling.sample import OP as SAMPLE, sample
 from .sampling.token_logprobs import OP as TOKEN_LOGPROBS, token_logprobs
 from .sampling.write_inputs import OP as WRITE_INPUTS, write_inputs
@@ -53,6 +56,9 @@ ALL_OPS: tuple[SemanticOp, ...] = (
     TOKEN_LOGPROBS,
     WRITE_INPUTS,
     KEEP_TOKENS,
+    ACCEPT_TOKENS,
+    PLACE_ROWS,
+    PROPOSE_NGRAMS,
     ROTARY_EMBEDDING,
     KV_STORE,
     ROPE_KV_STORE,
@@ -91,6 +97,7 @@ __all__ = [
     "SemanticOp",
     "TensorDesc",
     "Variant",
+    "accept_tokens",
     "admit_weight_format",
     "all_gather",
     "all_reduce",
@@ -112,6 +119,8 @@ __all__ = [
     "linear",
     "load_cuda_library",
     "paged_attention",
+    "place_rows",
+    "propose_ngrams",
     "quant_fp8_dynamic",
     "quant_fp8_static",
     "report_tables",

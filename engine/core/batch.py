@@ -10,7 +10,8 @@ from ..messages.step import NO_TARGET, Batch, BlockTableUpdate, Ints, NewSequenc
 from .masks import only, permitted
 from .request import Request
 
-NO_DRAFT = -1
+NO_DRAFT, ON_DEVICE = -1, -2
+IN_PLACE = -1
 
 
 class ScheduledRequest(Struct):
@@ -20,7 +21,9 @@ class ScheduledRequest(Struct):
     ``num_sampled`` is 1 if a token is sampled after the last of them, and 0 where more of the
     request's tokens follow.  ``target`` is then the next token of the prompt, if its log
     probability is asked for.  ``draft`` is the guessed token at ``start`` of a row behind others of
-    its request, whose samples show whether it is right.
+    its request, whose samples show whether it is right; ``ON_DEVICE`` if the host does not know it.
+    ``ahead``: as many drafts are in flight that the row may be so many positions behind ``start``;
+    the device knows by how many.  ``IN_PLACE``: it is at ``start``.
     """
 
     request: Request
@@ -29,16 +32,18 @@ class ScheduledRequest(Struct):
     num_sampled: int
     target: int = NO_TARGET
     draft: int = NO_DRAFT
+    ahead: int = IN_PLACE
 
 
 class Drafted(Struct):
-    """The ``num_drafts`` drafts of a request that a step tries, behind ``num_known`` tokens that
-    are known; it might have had ``asked``."""
+    """The ``num_drafts`` drafts of a request that a step tries; it might have had ``asked``.
+    ``num_known``: tokens of the request that are known before the step's."""
 
     request: Request
-    num_known: int
     num_drafts: int
     asked: int
+    on_device: bool = False
+    num_known: int = 0
 
 
 class ScheduledStep(Struct):
@@ -53,9 +58,15 @@ class ScheduledStep(Struct):
     """The least that it has to read, see ``StepReads``; counted once it is launched."""
 
 
-def make_batch(scheduled: list[ScheduledRequest], vocab_size: int) -> Batch:
+def make_batch(
+    scheduled: list[ScheduledRequest], vocab_size: int, *, device_drafts: bool = False
+) -> Batch:
     """The worker's view of a step.  It includes what the worker has not yet been told about the
-    requests, such as new blocks, and marks that as told."""
+    requests, such as new blocks, and marks that as told.
+
+    Args:
+        device_drafts: the device makes drafts, so it is told of a request's tokens.
+    """
     rows: list[int] = []
     known_ids: list[int] = []
     changed: list[tuple[int, Request]] = []
@@ -69,6 +80,9 @@ def make_batch(scheduled: list[ScheduledRequest], vocab_size: int) -> Batch:
         known = request.num_known_tokens - start
         if known > 0:
             known_ids += request.tokens(start, start + num_tokens)
+        elif entry.draft == ON_DEVICE:
+            known = 1
+            known_ids.append(0)
         elif entry.draft != NO_DRAFT:
             known = 1
             known_ids.append(entry.draft)
@@ -77,7 +91,7 @@ def make_batch(scheduled: list[ScheduledRequest], vocab_size: int) -> Batch:
         total += num_tokens
         if num_tokens != query_len:
             query_len = 0
-        behind = () if entry.draft == NO_DRAFT else drafts
+        behind = () if entry.draft < 0 else drafts
         forced = None
         if request.thinking is not None and entry.num_sampled:
             forced = request.forced_id()
@@ -106,7 +120,11 @@ def make_batch(scheduled: list[ScheduledRequest], vocab_size: int) -> Batch:
         num_sampled=num_sampled,
         input_ids=input_ids,
         feed_slots=feed_slots,
-        new=[_new_sequence(request) for _, request in changed if request.blocks.num_sent == 0],
+        new=[
+            _new_sequence(request, device_drafts)
+            for _, request in changed
+            if request.blocks.num_sent == 0
+        ],
         block_tables=[
             _block_table_update(changed, group)
             for group in range(len(scheduled[0].request.blocks.tables))
@@ -116,7 +134,13 @@ def make_batch(scheduled: list[ScheduledRequest], vocab_size: int) -> Batch:
         masked_rows=_ints(masked) if masked else _NONE,
         masks=np.stack(masks) if masks else _NONE,
         banned=np.array(banned, np.int32) if banned else _NO_PAIRS,
+        ahead=_ahead(scheduled) if device_drafts else _NONE,
     )
+
+
+def _ahead(scheduled: list[ScheduledRequest]) -> Ints:
+    ahead = [entry.ahead for entry in scheduled]
+    return _ints(ahead) if max(ahead) > IN_PLACE else _NONE
 
 
 def _targets(scheduled: list[ScheduledRequest]) -> Ints:
@@ -187,14 +211,15 @@ _NO_PAIRS = _NONE.reshape(0, 2)
 _UNCHANGED = BlockTableUpdate(_NONE, _NONE, _NONE, _NONE)
 
 
-def _new_sequence(request: Request) -> NewSequence:
+def _new_sequence(request: Request, device_drafts: bool) -> NewSequence:
     params = request.sampling_params
+    tells = params.has_penalties or (device_drafts and not request.needs_host)
     return NewSequence(
         slot=request.slot,
         sampling_params=params,
         arrival=request.arrival,
         num_prompt_tokens=len(request.prompt_token_ids),
         stop_ids=request.stop_ids,
-        prompt_token_ids=request.prompt_token_ids if params.has_penalties else [],
-        output_token_ids=list(request.output_token_ids) if params.has_penalties else [],
+        prompt_token_ids=request.prompt_token_ids if tells else [],
+        output_token_ids=list(request.output_token_ids) if tells else [],
     )

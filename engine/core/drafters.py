@@ -9,7 +9,7 @@ from ...config.speculative import SpeculativeConfig
 from ..messages.draft_run import DraftRun
 from .drafting.model_drafter import ModelDrafter
 from .drafting.policy import DraftPolicy
-from .drafting.replay import AlwaysDrafts, Judge
+from .drafting.replay import AlwaysDrafts
 from .drafting.step_costs import StepCosts, knee
 from .drafts import Drafter, Drafts
 from .kv_blocks import BlockPool
@@ -33,19 +33,27 @@ _DRAFTERS: dict[str, Callable[[SpeculativeConfig, DraftRun | None], Drafter]] = 
     "draft_model": _draft_model,
 }
 """Method -> its drafter; ``config.speculative.METHODS`` has the same names."""
+_ON_DEVICE = ("ngram",)
+"""Methods whose drafts the worker makes (``engine/worker/drafts/state.py``)."""
 _FLAT_ROWS = 190
 """Rows up to which a step takes as long as one of one row, until times are measured: on an H200 the
 products then take as long as reading the weights (docs/scheduling.md#how-prompts-are-split)."""
 
 
 def make_drafts(
-    config: SpeculativeConfig | None, pool: BlockPool, vocab_size: int, model: DraftRun | None
+    config: SpeculativeConfig | None,
+    pool: BlockPool,
+    vocab_size: int,
+    model: DraftRun | None,
+    *,
+    on_device: bool = False,
 ) -> Drafts | None:
     """The drafts of a scheduler; None if nobody is asked for any.
 
     Args:
         vocab_size: columns of the logits.
         model: the draft model, where there is one.
+        on_device: the worker can place rows behind drafts that the host does not know.
 
     Raises:
         UserError: a layer keeps a state that cannot go back to before a draft.
@@ -62,5 +70,11 @@ def make_drafts(
     if config.adaptive:
         costs = StepCosts(knee(_FLAT_ROWS), model.share if model is not None else 0.0)
         policy = DraftPolicy(most, costs)
-    judge = Judge(config.acceptance) if config.acceptance else None
-    return Drafts(drafter, most, policy, vocab_size, judge)
+    return Drafts(
+        drafter,
+        most,
+        policy,
+        vocab_size,
+        on_device=on_device and config.method in _ON_DEVICE,
+        is_replayed=bool(config.acceptance),
+    )

@@ -5,8 +5,11 @@ the same step stores.  Row i has draft i as its input, and samples what follows 
 request's own parameters, seed and position.  A draft is right if the row before sampled it; a row
 behind a wrong one is dropped.  So outputs are those without drafts, greedy or sampled.
 
-A request with drafts is scheduled again when its tokens are known.  All of these are in one step:
-while a step with drafts is in flight, the next one has only requests that have none.
+The device says which drafts are right.  It also makes the drafts of most requests, where the
+drafter is one of the device: their next rows are scheduled while the step before is in flight, for
+the case that all its drafts are right, and the device places them.  Others have drafts of the host,
+and are scheduled again when their tokens are known.  All of these are in one step: while a step
+with such drafts is in flight, the next one has only requests without.
 """
 
 from __future__ import annotations
@@ -16,9 +19,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
+from ...config.step_fields import NOT_DRAFTED
 from ..messages.draft_stats import DraftStats
-from .batch import Drafted, ScheduledRequest, ScheduledStep
-from .drafting.replay import Judge
+from ..messages.step import Ints
+from .batch import IN_PLACE, ON_DEVICE, Drafted, ScheduledRequest, ScheduledStep
 from .kv_blocks import BlockPool
 from .request import Request
 
@@ -120,7 +126,9 @@ class Drafts:
         most: most drafts of a request in a step.
         policy: chooses how many; None: always ``most``.
         vocab_size: columns of the logits; a draft beyond them is an error of the drafter.
-        judge: says which drafts are right, for measurements; None: what the model samples does.
+        on_device: the worker drafts as the drafter does, for all requests but those whose tokens
+            the host must know.
+        is_replayed: the worker judges drafts by chance, for measurements.
     """
 
     def __init__(
@@ -129,13 +137,15 @@ class Drafts:
         most: int,
         policy: Policy | None = None,
         vocab_size: int = 1 << 31,
-        judge: Judge | None = None,
+        *,
+        on_device: bool = False,
+        is_replayed: bool = False,
     ) -> None:
         self._drafter: Drafter | None = drafter
-        self._judge = judge
+        self.on_device, self._is_replayed = on_device, is_replayed
         self.policy = policy or Always(most)
         self.most, self._vocab_size, self._method = most, vocab_size, drafter.method
-        self._num_in_flight = 0  # steps with drafts
+        self._num_in_flight = 0  # steps with drafts of the host
         self._most_now, self._most_of = 0, dict[str, int]()
         self._num_steps = self._num_tokens = 0
         self._drafted, self._accepted = [0] * most, [0] * most
@@ -161,6 +171,7 @@ class Drafts:
     def holds(self, request: Request) -> bool:
         """Whether a decode waits for the step in flight, so that it can have drafts behind it."""
         is_free = not (request.num_in_flight or self._num_in_flight)
+        is_free |= self.on_device and not request.needs_host
         if is_free or not self._most_now or self._drafter is None or why_none(request):
             return False
         most = self._most_for(request)
@@ -212,23 +223,27 @@ class Drafts:
                 self._without[NO_BLOCKS] += 1
                 continue
             room -= count
-            request, behind = entry.request, entry.start + 1
-            decodes[row + 1 : row + 1] = [
-                ScheduledRequest(request, behind + i, 1, 1, draft=proposal[i]) for i in range(count)
-            ]
-            request.num_drafts = count
-            drafted.append(Drafted(request, behind, count, most))
-        self._num_in_flight += bool(drafted)
+            decodes[row + 1 : row + 1] = _rows(entry, proposal[:count])
+            request = entry.request
+            request.num_drafts += count
+            request.drafts_on_device = proposal[0] == ON_DEVICE
+            drafted.append(Drafted(request, count, most, request.drafts_on_device))
+        self._num_in_flight += _waits(drafted)
         return drafted
 
     def _may_draft(self, entry: ScheduledRequest) -> bool:
         request = entry.request
-        if not entry.num_sampled or request.num_known_tokens != entry.start + 1:
+        if not entry.num_sampled:
+            return False
+        if self.on_device and not request.needs_host:
+            if entry.start < request.placed_from:
+                return False
+        elif request.num_known_tokens != entry.start + 1:
             return False
         if not self._most_for(request) and not why_none(request):
             return False
         why = why_none(request)
-        if not why and request.max_total_tokens - request.num_tokens < 1:
+        if not why and _room(request) < 1:
             why = LAST_TOKEN
         if why:
             self._without[why] += 1
@@ -240,28 +255,37 @@ class Drafts:
         if self._drafter is None or not requests:
             return none
         try:
-            free = [each for each in requests if each.matcher is None]
+            ahead = [self.on_device and not each.needs_host for each in requests]
+            free = [
+                each
+                for each, on_device in zip(requests, ahead, strict=True)
+                if each.matcher is None and not on_device
+            ]
             guesses = [*self._drafter.propose(free, self._most_now)] if free else []
             if len(guesses) != len(free):
                 raise ValueError(f"{len(guesses)} proposals for {len(free)} requests")
             rest = iter(guesses)
             proposals = [
-                [*(next(rest) if each.matcher is None else each.matcher.drafts)]
-                for each in requests
+                [ON_DEVICE] * self._most_now
+                if on_device
+                else [*(next(rest) if each.matcher is None else each.matcher.drafts)]
+                for each, on_device in zip(requests, ahead, strict=True)
             ]
-            for drafts in proposals:
-                if drafts and not 0 <= min(drafts) <= max(drafts) < self._vocab_size:
+            for drafts, on_device in zip(proposals, ahead, strict=True):
+                if (
+                    drafts
+                    and not on_device
+                    and not 0 <= min(drafts) <= max(drafts) < self._vocab_size
+                ):
                     raise ValueError(
                         f"drafts {drafts}: expected tokens of 0..{self._vocab_size - 1}"
                     )
         except Exception as error:
             self._switch_off(error)
             return none
-        # A row behind the last draft samples one more token.
-        lefts = (each.max_total_tokens - each.num_tokens for each in requests)
         return [
-            drafts[: min(self._most_for(request), left)]
-            for drafts, left, request in zip(proposals, lefts, requests, strict=True)
+            drafts[: min(self._most_for(request), _room(request))]
+            for drafts, request in zip(proposals, requests, strict=True)
         ]
 
     def ask(self, request: Request) -> None:
@@ -279,29 +303,36 @@ class Drafts:
             return
         request.matcher.guess(guess, most)
 
-    def accepts(self, entry: ScheduledRequest, first: int) -> bool:
-        """Whether a row's draft is right, by the tokens that are known by now; the drafts of its
-        request begin at position ``first``."""
-        request, start = entry.request, entry.start
-        if self._judge is not None and request.matcher is None:
-            return self._judge.accepts(request, start, start - first)
-        return request.accepts(start, entry.draft)
-
-    def settle(self, drafted: list[Drafted]) -> None:
-        """The tokens of a step are known, and applied to its requests."""
-        self._num_in_flight -= bool(drafted)
+    def arrive(self, drafted: list[Drafted]) -> None:
+        """The tokens of a step are about to be applied to its requests."""
         for each in drafted:
-            request, count = each.request, each.num_drafts
+            each.num_known = each.request.num_known_tokens
+            each.request.num_drafts -= each.num_drafts
+
+    def settle(self, step: ScheduledStep, token_ids: Ints) -> None:
+        """The tokens of a step are known, and applied to its requests."""
+        drafted = step.drafted
+        self._num_in_flight -= _waits(drafted)
+        lacking = Counter(
+            step.scheduled[row].request.request_id
+            for row in np.flatnonzero(token_ids == NOT_DRAFTED).tolist()
+        )
+        for each in drafted:
+            request, rows = each.request, each.num_drafts
             gained = request.num_known_tokens - each.num_known
             if gained == 0:
                 continue  # it had ended before
-            accepted = min(gained - 1, count)
+            # Rows cost time whether or not the device had drafts for them.
+            accepted, count = min(gained - 1, rows), rows - lacking[request.request_id]
+            self.policy.observe_drafts(class_of(request), each.asked, rows, accepted)
+            if not count:
+                self._without[NOTHING] += 1
+                continue
             self._num_steps += 1
             self._num_tokens += gained
             for position in range(count):
                 self._drafted[position] += 1
                 self._accepted[position] += position < accepted
-            self.policy.observe_drafts(class_of(request), each.asked, count, accepted)
             if self._drafter is not None:
                 try:
                     self._drafter.settle(request, count, accepted)
@@ -310,13 +341,15 @@ class Drafts:
 
     def drop(self, drafted: list[Drafted]) -> None:
         """The tokens of a step will not come."""
-        self._num_in_flight -= bool(drafted)
+        self._num_in_flight -= _waits(drafted)
+        for each in drafted:
+            each.request.num_drafts -= each.num_drafts
 
     def take_back(self, running: Iterable[Request], pool: BlockPool) -> None:
         """Free the blocks that running requests have for drafts, but for those in flight."""
         for request in running:
-            if not request.num_drafts:
-                pool.shorten(request.blocks, max(request.num_tokens, request.num_computed_tokens))
+            most = max(request.num_tokens + request.num_drafts, request.num_computed_tokens)
+            pool.shorten(request.blocks, most)
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
@@ -345,7 +378,7 @@ class Drafts:
     def stats(self) -> DraftStats:
         return DraftStats(
             policy=self.policy.report(),
-            is_replayed=self._judge is not None,
+            is_replayed=self._is_replayed,
             method=self._method,
             most=self.most,
             num_steps=self._num_steps,
@@ -357,9 +390,29 @@ class Drafts:
         )
 
 
+def _waits(drafted: list[Drafted]) -> bool:
+    """Whether a step has drafts whose acceptance the host must know."""
+    return any(not each.on_device for each in drafted)
+
+
+def _room(request: Request) -> int:
+    """Most drafts of a step, if all in flight are right: a row behind the last samples one more
+    token."""
+    return request.max_total_tokens - request.num_tokens - request.num_drafts
+
+
+def _rows(entry: ScheduledRequest, drafts: Sequence[int]) -> list[ScheduledRequest]:
+    """The rows of drafts behind a decode."""
+    ahead = max(entry.ahead, 0) if drafts[0] == ON_DEVICE else IN_PLACE
+    return [
+        ScheduledRequest(entry.request, entry.start + i, 1, 1, draft=draft, ahead=ahead)
+        for i, draft in enumerate(drafts, 1)
+    ]
+
+
 def _with_blocks(entry: ScheduledRequest, count: int, pool: BlockPool, margin: int) -> int:
     """How many of ``count`` drafts have room in the KV cache; the request has the blocks then."""
-    blocks, first = entry.request.blocks, entry.start + 1
+    blocks, first = entry.request.blocks, entry.start + 1 + max(entry.ahead, 0)
     if first + count > blocks.num_slots:
         missing = pool.num_missing(blocks, first + count, first + count)
         if sum(missing) + margin > pool.num_free:

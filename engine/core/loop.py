@@ -320,7 +320,9 @@ def make_core(
     if asked.speculative is not None:
         from .drafters import make_drafts  # a start without drafts imports no drafter
 
-        drafts = make_drafts(asked.speculative, pool, vocab_size, draft)
+        # Later stages of a pipeline are not told how many tokens a request has.
+        on_device = config.parallel.pipeline_parallel_size == 1
+        drafts = make_drafts(asked.speculative, pool, vocab_size, draft, on_device=on_device)
     scheduler = Scheduler(
         pool,
         limits,

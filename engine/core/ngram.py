@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...config.speculative import MOST_LOOKS
 from .request import Request
 
 _MOST_NEW = 4096
 """Tokens of a request that are indexed at once: of a longer prompt the rest follows in later steps,
 so that nobody waits for it."""
-_MOST_LOOKS = 16
-"""Places of an n-gram that are compared, the latest first."""
 
 
 class _Index:
@@ -49,7 +48,7 @@ class _Index:
         if end <= length:
             return 0
         best, most, at = 0, length - 1, self._before[end - length]
-        for _ in range(_MOST_LOOKS):
+        for _ in range(MOST_LOOKS):
             if not at:
                 break
             count = length

@@ -94,7 +94,12 @@ class Request:
     num_computed_tokens: int = 0
     num_in_flight: int = 0
     num_drafts: int = 0
-    """Drafts that the step in flight tries; none of them counts as a token in flight."""
+    """Drafts that the steps in flight try; none of them counts as a token in flight."""
+    drafts_on_device: bool = False
+    """Whether the device makes its drafts, and places its next rows behind those that are right."""
+    placed_from: int = 0
+    """Position from which on the device follows it in its slot: the number of its tokens when it
+    was given that."""
     why_no_drafts: str | None = None
     """Why it never has drafts, or ""; None: see ``drafts.why_none``."""
     status: RequestStatus = RequestStatus.WAITING
@@ -141,14 +146,21 @@ class Request:
     @property
     def waits(self) -> bool:
         """Whether its next token cannot be sampled yet: how many of its drafts are right or the
-        last token is not known, or its mask is not made."""
+        last token is not known to whom must know it, or its mask is not made."""
         if self.thinking is not None and self.thinking.waits(
             len(self.output_token_ids), self.num_in_flight
         ):
             return True
-        if self.num_drafts or not self.needs_last_token:
-            return self.num_drafts > 0
-        return self.num_in_flight > 0 or not (self.matcher is None or self.matcher.is_ready)
+        if self.num_drafts and not self.drafts_on_device:
+            return True
+        return self.needs_last_token and (
+            self.num_in_flight > 0 or not (self.matcher is None or self.matcher.is_ready)
+        )
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether the host must know its tokens before it decides what may be sampled next."""
+        return self.needs_last_token or self.thinking is not None
 
     @property
     def is_finished(self) -> bool:
@@ -163,11 +175,6 @@ class Request:
         """Ids that end the request; a sampler must not choose them before ``min_tokens``."""
         eos = frozenset() if self.sampling_params.ignore_eos else self.eos_token_ids
         return eos.union(self.sampling_params.stop_ids)
-
-    def accepts(self, position: int, draft: int) -> bool:
-        """Whether the last known token is ``draft``, at ``position``."""
-        output = self.output_token_ids
-        return self.num_known_tokens == position + 1 and bool(output) and output[-1] == draft
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Known token ids at positions ``start`` to ``end``; fewer when the last is in flight."""

@@ -12,9 +12,10 @@ from collections import OrderedDict
 from msgspec import structs
 
 from ...config import UserError
+from ...config.step_fields import NOT_DRAFTED, REJECTED
 from ..messages.requests import NewTokens, RequestLimits, StepOutputs
 from ..messages.step import StepResult
-from .batch import NO_DRAFT, Drafted, ScheduledRequest, ScheduledStep, make_batch
+from .batch import IN_PLACE, NO_DRAFT, Drafted, ScheduledRequest, ScheduledStep, make_batch
 from .chunks import StepLimits
 from .drafts import Drafts
 from .kv_blocks import BlockPool, SequenceBlocks
@@ -150,8 +151,8 @@ class Scheduler:
                 break
             if request.status is not RequestStatus.RUNNING or self._fails(request):
                 continue  # preempted just now
-            num_tokens = request.num_tokens
-            if num_tokens >= request.max_total_tokens or request.waits:
+            num_tokens, ahead = request.num_tokens, request.num_drafts
+            if num_tokens + ahead >= request.max_total_tokens or request.waits:
                 continue  # its last token or its mask is to come
             start = request.num_computed_tokens
             end = start + 1
@@ -163,7 +164,7 @@ class Scheduler:
                     continue
             elif drafts is not None and drafts.holds(request):
                 continue
-            if end > request.blocks.num_slots and not self._make_room(request, end, order):
+            if end + ahead > request.blocks.num_slots and not self._make_room(request, end, order):
                 continue
             entry = self._take(request, end, num_tokens)
             budget -= entry.num_tokens
@@ -191,7 +192,9 @@ class Scheduler:
             margin = len(self.running) * len(self.pool.groups)
             drafted = drafts.add(decodes, min(budget, self._free_rows), self.pool, margin)
         scheduled = decodes + prefills
-        return ScheduledStep(scheduled, make_batch(scheduled, self.limits.vocab_size), drafted)
+        on_device = drafts is not None and drafts.on_device
+        batch = make_batch(scheduled, self.limits.vocab_size, device_drafts=on_device)
+        return ScheduledStep(scheduled, batch, drafted)
 
     def cache_blocks(self) -> None:
         """Let others find the blocks that a scheduled step fills.  Call it behind the launch; where
@@ -217,18 +220,18 @@ class Scheduler:
         self._news.scored.extend(scored_by(step, result))
         request_ids: list[str] = []
         rows: list[int] = []
-        first_draft = 0
+        if self.drafts is not None:
+            self.drafts.arrive(step.drafted)
         for row, (entry, token_id) in enumerate(zip(scheduled, token_ids, strict=True)):
             if not entry.num_sampled:
                 continue
             request = entry.request
             if entry.draft == NO_DRAFT:
-                request.num_in_flight, request.num_drafts = request.num_in_flight - 1, 0
-                first_draft = entry.start + 1
-            elif self.drafts is not None and self.drafts.accepts(entry, first_draft):
-                request.num_computed_tokens += request.status is RequestStatus.RUNNING
-            else:
+                request.num_in_flight -= 1
+            elif token_id in (REJECTED, NOT_DRAFTED):
                 continue
+            else:
+                request.num_computed_tokens += request.status is RequestStatus.RUNNING
             if request.is_finished:
                 continue
             if token_id < 0:
@@ -245,7 +248,7 @@ class Scheduler:
             elif request.matcher is not None and self.drafts is not None:
                 self.drafts.ask(request)
         if self.drafts is not None:
-            self.drafts.settle(step.drafted)
+            self.drafts.settle(step, result.token_ids)
         if len(rows) == len(token_ids):
             return NewTokens(request_ids, result.token_ids, result.logprobs)
         logprobs = result.logprobs.of(rows) if result.logprobs else None
@@ -256,7 +259,6 @@ class Scheduler:
         for entry in step.scheduled:
             if entry.draft == NO_DRAFT:
                 entry.request.num_in_flight -= entry.num_sampled
-                entry.request.num_drafts = 0
         if self.drafts is not None:
             self.drafts.drop(step.drafted)
 
@@ -312,16 +314,21 @@ class Scheduler:
             request.blocks.num_slots = 0  # look again at the next step: much may be behind them
         num_sampled = int(end == num_tokens)
         request.num_in_flight += num_sampled
-        return ScheduledRequest(request, start, end - start, num_sampled)
+        return ScheduledRequest(
+            request, start, end - start, num_sampled, ahead=request.num_drafts or IN_PLACE
+        )
 
     def _make_room(self, request: Request, end: int, order: list[Request]) -> bool:
-        """Give a running request the blocks for its tokens up to ``end``, and take back those that
-        are behind its windows now; False if it had to be preempted, as the last in ``order``."""
-        pool, blocks = self.pool, request.blocks
+        """Give a running request the blocks for its tokens up to ``end`` and for drafts in flight,
+        and take back those that are behind its windows now; False if it had to be preempted, as the
+        last in ``order``, or waits for what is in flight, for which there may be no need."""
+        pool, blocks, ahead = self.pool, request.blocks, request.num_drafts
         pool.free_behind(blocks, request.num_computed_tokens)
-        missing = pool.num_missing(blocks, end, request.num_tokens)
+        missing = pool.num_missing(blocks, end + ahead, request.num_tokens + ahead)
         if self.drafts is not None and sum(missing) > pool.num_free:
             self.drafts.take_back(self.running.values(), pool)
+            if ahead and sum(missing) > pool.num_free:
+                return False
         while sum(missing) > pool.num_free:
             victim = last_running(order)
             if len(self.running) == 1:
@@ -370,7 +377,7 @@ class Scheduler:
         pool.extend(blocks, pool.num_missing(blocks, end, num_tokens))
         request.slot, request.blocks = self._free_slots.pop(), blocks
         request.num_cached_blocks = start // pool.block_size
-        request.num_computed_tokens = start
+        request.num_computed_tokens, request.placed_from = start, num_tokens
         is_first = request.status is RequestStatus.WAITING  # else it was preempted
         if is_first:
             self._news.started[request.request_id] = time.monotonic()

@@ -22,7 +22,7 @@ class NewSequence(Struct, frozen=True):
     """A request that is new in its slot, also after a preemption: what sampling needs of it.
 
     ``arrival`` is its number among all outputs that have come.  ``stop_ids`` are banned before
-    ``min_tokens``.  Token ids are there where penalties count them.
+    ``min_tokens``.  Token ids are there where penalties count them, or drafts are looked for there.
     """
 
     slot: int
@@ -73,6 +73,9 @@ class Batch(Struct, frozen=True):
         masks: [num_masked, words] of them, a bit a token: whether it is permitted, also by
             ``bad_words`` and ``min_tokens``.
         banned: [num_banned, 2] other rows, and tokens that must not be sampled there.
+        ahead: [num_seqs] of rows whose place and draft the device alone knows, the most positions
+            by which they are behind ``starts``, as many as drafts are in flight; -1 in other rows;
+            empty if there is no such row.
     """
 
     slots: Ints
@@ -88,6 +91,7 @@ class Batch(Struct, frozen=True):
     masked_rows: Ints = _NO_TARGETS
     masks: Ints = _NO_TARGETS
     banned: Ints = _NO_TARGETS
+    ahead: Ints = _NO_TARGETS
 
     @property
     def num_seqs(self) -> int:
@@ -122,7 +126,8 @@ class StepResult(Struct, frozen=True):
 
     Attributes:
         token_ids: [num_seqs] the token of each row; undefined where its ``num_sampled`` is 0.  A
-            negative id says why there is none, see ``ops.argmax``.
+            negative id says why there is none: see ``ops.argmax``, and ``config.REJECTED`` for a
+            row behind a wrong draft.
         logprobs: those of the same tokens and of ``Batch.targets``, if a request wants them.
     """
 

@@ -31,7 +31,8 @@ from ..messages.step import Batch, Ints, NewSequence, PendingStep, Runner
 from .graph_mode import graph_mode
 from .model_runner import BlockTables, LaunchedStep, ModelRunner
 from .progress import Progress
-from .sampler import OpTable, Sampler
+from .sampler import Sampler
+from .sampling.op_table import OpTable
 from .sleep import drop_weights, read_weights, restore_weights
 from .startup import (
     Needs,

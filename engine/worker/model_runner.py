@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from ...config import FEED, HIDDEN, TOKEN_IDS, slot_mapping_of
+from ...config.step_fields import ORDER
 from ...graph_capture import Dispatch, GraphKind, Graphs
 from ..messages.cache_group import CacheGroup
 from ..messages.step import Batch, Ints, Logprobs, StepResult
 from .peers import RankGroup
-from .sampler import OpTable, Sampled, Sampler
+from .sampler import Sampled, Sampler
+from .sampling.op_table import OpTable
 
 
 class BlockTables:
@@ -138,10 +140,9 @@ class ModelRunner:
         if self._ranks is None or self._ranks.rank == 0:
             for sequence in batch.new:  # while the device computes
                 self.sampler.admit(sequence)
-            slots, seq_lens = (self._buffers.view(name, num_seqs) for name in ("slots", "seq_lens"))
-            sampled = self.sampler.sample(logits, batch, slots, seq_lens)
+            sampled = self.sampler.sample(logits, batch, self._buffers)
         if self._ranks is not None and self._ranks.stage == 0:
-            self._ranks.broadcast(self.sampler.last_tokens)
+            self._ranks.broadcast(self.sampler.shared)
         return self._start_readback(sampled)
 
     def check(self) -> None:
@@ -191,7 +192,10 @@ class ModelRunner:
         host = buffers.next_host(num_tokens=dispatch.num_tokens, num_seqs=padded_seqs)
         arrays, num_seqs, num_tokens = host.arrays, batch.num_seqs, batch.num_tokens
         self._write_rows(arrays, batch)
-        num_blocks = -(-int(arrays["seq_lens"][:num_seqs].max()) // self.tables.block_size)
+        longest = arrays["seq_lens"][:num_seqs]
+        if len(batch.ahead):
+            longest = longest + np.maximum(batch.ahead, 0)
+        num_blocks = -(-int(longest.max()) // self.tables.block_size)
         for field in buffers.schema.tokens:
             arrays[field.name][num_tokens:] = field.padding
         for field in buffers.schema.rows:
@@ -206,10 +210,14 @@ class ModelRunner:
             for name in (TOKEN_IDS, "positions", FEED):
                 by_sequence = arrays[name].reshape(-1, dispatch.query_len)
                 by_sequence[num_seqs:] = by_sequence[repeated]
-            arrays["seq_lens"][num_seqs:] = arrays["seq_lens"][repeated]
+            for name in ("seq_lens", "slots", ORDER):
+                arrays[name][num_seqs:] = arrays[name][repeated]
             tables[num_seqs:] = tables[repeated]
         packed = host.filled(tables.size)
         self._ops("write_inputs", packed, self.sampler.last_tokens, *host.targets)
+        if len(batch.ahead) and self.sampler.drafts is not None:
+            size, num_groups = self.tables.block_size, self.tables.rows.shape[1]
+            self.sampler.drafts.place(buffers, padded_seqs, num_groups, size)
 
     def _repeated(self, dispatch: Dispatch, batch: Batch) -> int | None:
         """The sequence that padding of a decode repeats, if it is to choose no experts of its own:
@@ -223,6 +231,8 @@ class ModelRunner:
         """Write the inputs of rows and tokens, without padding."""
         num_seqs, num_tokens = batch.num_seqs, batch.num_tokens
         arrays["slots"][:num_seqs] = batch.slots
+        if self.sampler.drafts is not None:
+            arrays[ORDER][:num_seqs] = self.sampler.drafts.order_of(batch)
         seq_lens = np.add(batch.starts, batch.query_lens, out=arrays["seq_lens"][:num_seqs])
         arrays["query_start_loc"][0] = 0
         ends = np.cumsum(batch.query_lens, out=arrays["query_start_loc"][1 : num_seqs + 1])

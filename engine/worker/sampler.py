@@ -5,8 +5,7 @@ A greedy batch takes one kernel; others are sampled with the parameters of each 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +14,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ... import ops
-from ...compiler.lowering.check_kernels import unfit
-from ...config import CompileConfig, ResolvedConfig, step_schema
-from ...graph_capture import HostRing
-from ...model_executor.spec import ModelSpec
+from ...config import TOKEN_IDS, ResolvedConfig
+from ...graph_capture import HostRing, StepBuffers
 from ..messages.step import Batch, NewSequence
-from .drafts.rows import counted_slots, seen_tokens
+from .drafts.rows import ban, seen_tokens
+from .drafts.state import DraftState
+from .sampling.op_table import OpTable
+
+_ALWAYS = (1 << 31) - 1
+"""Longer than any sequence."""
 
 
 @dataclass(frozen=True)
@@ -46,66 +47,6 @@ class _RowParameters:
     repetition_penalty: Tensor
     frequency_penalty: Tensor
     presence_penalty: Tensor
-
-
-class OpTable:
-    """Implementations of the ops that run outside the compiled program, chosen once by dtypes."""
-
-    def __init__(self, config: CompileConfig, sm: int) -> None:
-        self._config, self._kernels, self._sm = config, dict(config.kernels), sm
-        self._chosen: dict[tuple[Any, ...], Any] = {}
-        self.choices: dict[str, str] = {}
-
-    def __call__(self, name: str, *args: Any) -> Any:
-        """Run op ``name`` by the implementation that fits ``args``."""
-        key = (name, *(a.dtype for a in args if isinstance(a, Tensor)))
-        overload = self._chosen.get(key)
-        if overload is None:
-            op = ops.BY_NAME[name]
-            desc = op.describe(args, sm=self._sm)
-            forced = self._kernels.get(name, "")
-            try:
-                choice = ops.choose(
-                    op, desc, inline_first=not self._config.hand_kernels, override=forced
-                )
-            except ops.NoImplementationError as error:
-                if forced:
-                    raise unfit(name, forced, error) from error
-                raise
-            self.choices[name] = str(choice)
-            overload = self._chosen[key] = op.overload(choice.name)
-        return overload(*args)
-
-
-def outside_calls(
-    spec: ModelSpec, num_tokens: int, num_seqs: int
-) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Every form of call that a step of these sizes makes outside the compiled program: the op's
-    name, and arguments on the meta device."""
-
-    def ints(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device="meta")
-
-    ids = ints(num_seqs)
-    floats = torch.empty(num_seqs, dtype=torch.float32, device="meta")
-    shape = (num_seqs, spec.vocab_size)
-    logits = torch.empty(shape, dtype=spec.dtype, device="meta")
-    counts = torch.empty(shape, dtype=torch.int32, device="meta")
-    values = torch.empty(shape, dtype=torch.float32, device="meta")
-    step = step_schema(len(spec.cache_groups))
-    tables = ints(num_seqs, len(step.tables), 1)
-    fields = (ints(len(step.tokens) - 1, num_tokens), ints(len(step.rows), num_seqs + 1), tables)
-    yield "write_inputs", (ints(step.packed_size(num_tokens, num_seqs, 1)), ids, *fields)
-    yield "keep_tokens", (ids, ids, ids, ids)
-    yield "argmax", (logits,)
-    for num_logprobs in (0, 1):
-        yield "token_logprobs", (logits, ids, num_logprobs)
-    yield "apply_penalties", (values, counts, counts.bool(), ids, floats, floats, floats)
-    yield "count_tokens", (ids, ids, counts)
-    for top_k, top_p, min_p in itertools.product((None, ids), (None, floats), (None, floats)):
-        seeds = torch.empty(num_seqs, dtype=torch.int64, device="meta")
-        for each in (logits, values):  # as the model gives them, or with penalties and bans
-            yield "sample", (each, floats, top_k, top_p, min_p, seeds, ids)
 
 
 @dataclass
@@ -166,7 +107,15 @@ class Sampler:
         self._ops, self.vocab_size = table, vocab_size
         self._device = torch.device(config.hardware.device)
         self._max_num_seqs, self._seed = config.scheduler.max_num_seqs, config.model.seed
-        self.last_tokens = torch.zeros(self._max_num_seqs, dtype=torch.int32, device=self._device)
+        self.drafts: DraftState | None = None
+        if config.scheduler.speculative is not None:
+            self.drafts = DraftState(table, config, self._device)
+            self.last_tokens, self.shared = self.drafts.last_tokens, self.drafts.memory
+        else:
+            self.last_tokens = torch.zeros(
+                self._max_num_seqs, dtype=torch.int32, device=self._device
+            )
+            self.shared = self.last_tokens
         self._read = HostRing(self._device, self._max_num_seqs)
         self._slots = np.zeros(self._max_num_seqs, _REQUEST)
         self._stop_ids: dict[int, frozenset[int]] = {}
@@ -183,7 +132,8 @@ class Sampler:
         """Compile the kernels of a greedy step, so that the first request does not wait for it."""
         logits = torch.zeros((1, self.vocab_size), dtype=dtype, device=self._device)
         slots = torch.zeros(1, dtype=torch.int32, device=self._device)
-        self._keep(self._ops("argmax", logits), slots)
+        token_ids, (_, read) = self._ops("argmax", logits), self._read.take()
+        self._ops("keep_tokens", self.last_tokens, token_ids, slots, read[:1])
 
     def admit(self, sequence: NewSequence) -> None:
         """Set up the state of a request that starts in a slot.  A seed that is made for it stays
@@ -215,6 +165,8 @@ class Sampler:
             none = torch.zeros(self.vocab_size, dtype=torch.bool, device=self._device)
             self._allowed[slot] = none.index_fill_(0, allowed, True)
         self._num_admitted += 1
+        if self.drafts is not None:
+            self.drafts.admit(sequence, self._send)
         if not params.has_penalties:
             return
         if self._counts is None or self._prompt_mask is None:
@@ -233,20 +185,20 @@ class Sampler:
             host = host.pin_memory()  # a copy of pageable memory would wait for the device
         return host.to(self._device, non_blocking=True)
 
-    def sample(self, logits: Tensor, batch: Batch, slots: Tensor, seq_lens: Tensor) -> Sampled:
+    def sample(self, logits: Tensor, batch: Batch, buffers: StepBuffers) -> Sampled:
         """Choose the next token of every row.
 
         Args:
             logits: [num_seqs, vocab], the model's dtype.
-            slots, seq_lens: [num_seqs] int32 on the device; a sequence's length is the position
+            buffers: have the inputs of the step on the device; a sequence's length is the position
                 of the token being sampled.
         """
         if not len(batch.targets) and self._slots["plain"][batch.slots].all():
-            return Sampled(self._keep(self._ops("argmax", logits), slots), None)
+            return Sampled(self._keep(self._ops("argmax", logits), buffers), None)
         rows = self._rows_of(batch)
         banned = self._banned(batch, rows)
         if rows.draws or banned or rows.has_bias or rows.has_allowed or len(batch.masked_rows):
-            token_ids = self._sample(logits, batch, rows, banned, seq_lens)
+            token_ids = self._sample(logits, batch, rows, banned, buffers)
         else:
             token_ids = self._ops("argmax", logits)
         logprobs = None
@@ -258,13 +210,23 @@ class Sampler:
             num_logprobs = max(num_logprobs, int(wanted.max()))
         if num_logprobs >= 0:
             logprobs = self._ops("token_logprobs", logits, asked, num_logprobs)
-        return Sampled(self._keep(token_ids, slots), logprobs)
+        penalized = rows.parameters.penalty_slots if rows.parameters is not None else None
+        return Sampled(self._keep(token_ids, buffers, penalized), logprobs)
 
-    def _keep(self, token_ids: Tensor, slots: Tensor) -> Tensor:
-        """Keep the tokens on the device, by slot; returns where the host will find them."""
+    def _keep(
+        self, token_ids: Tensor, buffers: StepBuffers, penalized: Tensor | None = None
+    ) -> Tensor:
+        """Keep the tokens on the device, by slot, and count them in the slots ``penalized``;
+        returns where the host will find them."""
         host, read = self._read.take()
         count = token_ids.shape[0]
-        self._ops("keep_tokens", self.last_tokens, token_ids, slots, read[:count])
+        if self.drafts is not None:
+            token_ids = self.drafts.keep(token_ids, buffers, read[:count])
+        else:
+            slots = buffers.view("slots", count)
+            self._ops("keep_tokens", self.last_tokens, token_ids, slots, read[:count])
+        if penalized is not None:
+            self._ops("count_tokens", token_ids, penalized, self._counts)
         return host[:count]
 
     def _rows_of(self, batch: Batch) -> _Rows:
@@ -284,17 +246,17 @@ class Sampler:
             )
         return self._rows
 
-    def _banned(self, batch: Batch, rows: _Rows) -> list[tuple[int, int]]:
-        """(row, token id) of the tokens that are banned by the batch, or would end a sequence too
-        early."""
-        banned = [(row, token_id) for row, token_id in batch.banned.tolist()]
+    def _banned(self, batch: Batch, rows: _Rows) -> list[tuple[int, int, int]]:
+        """(row, token id, length) of the tokens that are banned by the batch, or would end a
+        sequence before it has this length."""
+        banned = [(row, token_id, _ALWAYS) for row, token_id in batch.banned.tolist()]
         if not rows.has_min_tokens:
             return banned
         lens = batch.starts + batch.query_lens
         too_short = rows.samples & (lens < rows.requests["min_len"])
         too_short[batch.masked_rows] = False  # their masks say so
         return banned + [
-            (row, token_id)
+            (row, token_id, int(rows.requests["min_len"][row]))
             for row in np.flatnonzero(too_short).tolist()
             for token_id in self._stop_ids[batch.slots[row]]
         ]
@@ -304,9 +266,10 @@ class Sampler:
         logits: Tensor,
         batch: Batch,
         rows: _Rows,
-        banned: list[tuple[int, int]],
-        seq_lens: Tensor,
+        banned: list[tuple[int, int, int]],
+        buffers: StepBuffers,
     ) -> Tensor:
+        seq_lens = buffers.view("seq_lens", batch.num_seqs)
         if rows.parameters is None:
             rows.parameters = self._upload(batch, rows)
         parameters = rows.parameters
@@ -320,7 +283,14 @@ class Sampler:
             self._ops(
                 "apply_penalties",
                 values,
-                *seen_tokens(counts, mask, penalized, batch, self._send),
+                *seen_tokens(
+                    counts,
+                    mask,
+                    penalized,
+                    batch,
+                    buffers.view(TOKEN_IDS, batch.num_seqs),
+                    self._send,
+                ),
                 parameters.repetition_penalty,
                 parameters.frequency_penalty,
                 parameters.presence_penalty,
@@ -331,8 +301,11 @@ class Sampler:
             self._mask(values, batch)
         if rows.has_allowed:
             self._keep_allowed(values, batch, rows)
-        if banned:
-            values.index_put_(tuple(self._send(banned, torch.long).unbind(1)), self._never)
+        if banned and len(batch.ahead):
+            ban(values, banned, seq_lens, self._send)
+        elif banned:
+            places = self._send([each[:2] for each in banned], torch.long)
+            values.index_put_(tuple(places.unbind(1)), self._never)
         token_ids: Tensor = self._ops(
             "sample",
             values,
@@ -343,9 +316,6 @@ class Sampler:
             parameters.seeds,
             seq_lens,
         )
-        if penalized is not None:
-            slots = counted_slots(token_ids, penalized, batch, self._send)
-            self._ops("count_tokens", token_ids, slots, self._counts)
         return token_ids
 
     def _add_biases(self, values: Tensor, batch: Batch, rows: _Rows) -> None:

@@ -34,7 +34,7 @@ from ...model_executor.hf_config import model_folder
 from ...model_executor.loader import fake_model
 from ...model_executor.models.decoder import distinct_layers
 from ...model_executor.spec import ModelSpec
-from .sampler import outside_calls
+from .sampling.op_table import outside_calls
 from .step_arguments import (
     KV_CACHE as KV_CACHE,
     example as example,
@@ -56,7 +56,8 @@ _MODEL_SOURCES = (
     "model_executor/cache_spec.py",
     "engine/worker/source.py",
     "engine/worker/step_arguments.py",
-    "engine/worker/sampler.py",
+    "engine/worker/sampling/op_table.py",
+    "engine/worker/drafts/state.py",
 )
 
 

@@ -18,7 +18,8 @@ from .memory import account, outside_bytes
 from .model_runner import ModelRunner
 from .peers import Peers
 from .progress import Progress
-from .sampler import OpTable, Sampler
+from .sampler import Sampler
+from .sampling.op_table import OpTable
 from .startup import (
     bind_kv_caches,
     block_groups,

@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...config.speculative import MOST_DRAFTS
 from ..core.launch import Launch, Launches
 from ..core.tiles import cdiv, dense_rows, next_power_of_2
 
 _BLOCK = 256
+_PLACES = 2048
+"""Places of a sequence that a program compares at once."""
 
 
 def write_inputs(
@@ -63,6 +66,126 @@ def keep_tokens(
         },
         constexprs={"BLOCK": _BLOCK},
         dynamic=("num_seqs",),
+    )
+    return [launch], None
+
+
+def accept_tokens(
+    last_tokens: Tensor,
+    lengths: Tensor,
+    history: Tensor,
+    chances: Tensor | None,
+    judged: Tensor,
+    token_ids: Tensor,
+    input_ids: Tensor,
+    slots: Tensor,
+    order: Tensor,
+    seq_lens: Tensor,
+    kept: Tensor,
+    read: Tensor,
+) -> Launches[None]:
+    sizes = {
+        "num_seqs": slots.shape[0],
+        "width": history.shape[1],
+        "history_stride": history.stride(0),
+    }
+    launch = Launch(
+        kernel="tokens:_accept_tokens_kernel",
+        grid=(cdiv(slots.shape[0], _BLOCK),),
+        args={
+            "last_ptr": last_tokens,
+            "lengths_ptr": lengths,
+            "history_ptr": history,
+            "chances_ptr": last_tokens if chances is None else chances,
+            "judged_ptr": judged,
+            "ids_ptr": token_ids,
+            "inputs_ptr": input_ids,
+            "slots_ptr": slots,
+            "order_ptr": order,
+            "lens_ptr": seq_lens,
+            "kept_ptr": kept,
+            "read_ptr": read,
+            **sizes,
+        },
+        constexprs={"IS_JUDGED": chances is not None, "BLOCK": _BLOCK},
+        dynamic=tuple(sizes),
+    )
+    return [launch], None
+
+
+def place_rows(
+    lengths: Tensor,
+    drafts: Tensor,
+    slots: Tensor,
+    tables: Tensor,
+    block_size: int,
+    order: Tensor,
+    input_ids: Tensor,
+    positions: Tensor,
+    seq_lens: Tensor,
+    mappings: Tensor,
+) -> Launches[None]:
+    sizes = {
+        "num_seqs": slots.shape[0],
+        "block_size": block_size,
+        "max_blocks": tables.shape[2],
+        "drafts_stride": drafts.stride(0),
+        "sequence_stride": tables.stride(0),
+        "table_stride": tables.stride(1),
+        "mapping_stride": mappings.stride(0),
+    }
+    launch = Launch(
+        kernel="tokens:_place_rows_kernel",
+        grid=(cdiv(slots.shape[0], _BLOCK),),
+        args={
+            "lengths_ptr": lengths,
+            "drafts_ptr": drafts,
+            "slots_ptr": slots,
+            "tables_ptr": tables,
+            "order_ptr": order,
+            "ids_ptr": input_ids,
+            "positions_ptr": positions,
+            "lens_ptr": seq_lens,
+            "mappings_ptr": mappings,
+            **sizes,
+        },
+        constexprs={"GROUPS": mappings.shape[0], "BLOCK": _BLOCK},
+        dynamic=tuple(sizes),
+    )
+    return [launch], None
+
+
+def propose_ngrams(
+    history: Tensor,
+    lengths: Tensor,
+    slots: Tensor,
+    order: Tensor,
+    shortest: int,
+    longest: int,
+    drafts: Tensor,
+) -> Launches[None]:
+    sizes = {
+        "width": history.shape[1],
+        "history_stride": history.stride(0),
+        "drafts_stride": drafts.stride(0),
+        "shortest": shortest,
+        "longest": longest,
+        "most": drafts.shape[0],
+    }
+    launch = Launch(
+        kernel="tokens:_propose_ngrams_kernel",
+        grid=(slots.shape[0],),
+        args={
+            "history_ptr": history,
+            "lengths_ptr": lengths,
+            "slots_ptr": slots,
+            "order_ptr": order,
+            "drafts_ptr": drafts,
+            **sizes,
+        },
+        constexprs={"MOST": next_power_of_2(MOST_DRAFTS), "BLOCK": _PLACES},
+        dynamic=tuple(sizes),
+        num_warps=8,
     )
     return [launch], None
 

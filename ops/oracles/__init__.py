@@ -24,7 +24,7 @@ from ..core.op import Implementation, SemanticOp
 from ..norm.gated_act import GATED_ACTS
 from ..norm.norm import NORMS
 from ..norm.quantize import QUANTIZE
-from . import attention, chain, experts, linear, norms, tokens
+from . import attention, chain, drafts, experts, linear, norms, tokens
 from ._call import Array, Call, Expected, Oracle, decode
 
 ORACLES: dict[str, Oracle] = {
@@ -49,6 +49,9 @@ ORACLES: dict[str, Oracle] = {
     "apply_penalties": tokens.apply_penalties,
     "count_tokens": tokens.count_tokens,
     "keep_tokens": tokens.keep_tokens,
+    "accept_tokens": drafts.accept_tokens,
+    "place_rows": drafts.place_rows,
+    "propose_ngrams": drafts.propose_ngrams,
     "write_inputs": tokens.write_inputs,
 }
 

@@ -31,7 +31,7 @@ def argmax(call: Call) -> Expected:
     return {0: largest(call["logits"])}
 
 
-def _mix(h: Any) -> Any:
+def mix(h: Any) -> Any:
     """lowbias32 (C. Wellons, 2018), of an int or of uint64s."""
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & _MASK
     h = ((h ^ (h >> 15)) * 0x846CA68B) & _MASK
@@ -41,10 +41,10 @@ def _mix(h: Any) -> Any:
 def gumbel(seed: int, position: int, vocab: int) -> Floats:
     """-log(-log(u)) of u = 1 - w, where w is the hash of (seed, position, index) as a fraction."""
     low, high, place = seed & _MASK, (seed >> 32) & _MASK, position & _MASK
-    first = _mix(_mix(_mix(low ^ 0x9E3779B9) ^ high) ^ place)
-    second = _mix(_mix((_mix(high ^ 0x85EBCA6B) + low) & _MASK) ^ (~place & _MASK))
+    first = mix(mix(mix(low ^ 0x9E3779B9) ^ high) ^ place)
+    second = mix(mix((mix(high ^ 0x85EBCA6B) + low) & _MASK) ^ (~place & _MASK))
     index = np.arange(vocab, dtype=np.uint64)
-    hashes = _mix((_mix(index ^ np.uint64(first)) + np.uint64(second)) & _MASK)
+    hashes = mix((mix(index ^ np.uint64(first)) + np.uint64(second)) & _MASK)
     w: Floats = np.minimum((hashes + 0.5) / 2.0**32, 1 - 2.0**-24)
     noise: Floats = -np.log(-np.log1p(-w))
     return noise

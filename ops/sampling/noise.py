@@ -77,3 +77,10 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     series = w * (1.0 + w * (0.5 + w * (1.0 / 3.0 + w * 0.25)))
     exponential = torch.where(w < 1.0 / 64.0, series, -torch.log(1.0 - w))
     return -torch.log(exponential)
+
+
+def chance(seeds: Tensor, positions: Tensor) -> Tensor:
+    """[num_seqs] float32, evenly from 0 to below 1: a pure function of (seed, position), both
+    int32."""
+    mixed = _mix(_mix((seeds.long() & _MASK) ^ 0x9E3779B9) ^ (positions.long() & _MASK))
+    return (mixed >> 8).float() * 2.0**-24

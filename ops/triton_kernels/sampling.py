@@ -38,7 +38,7 @@ def load_clean(row_ptr, cols, vocab):
 
 
 @triton.jit
-def _mix(h):
+def mix(h):
     h = h ^ (h >> 16)
     h = h * tl.full((), 0x7FEB352D, tl.uint32)
     h = h ^ (h >> 15)
@@ -51,16 +51,16 @@ def _row_keys(seed, position):
     low = (seed & 0xFFFFFFFF).to(tl.uint32)
     high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     place = position.to(tl.uint32)
-    key0 = _mix(_mix(_mix(low ^ tl.full((), 0x9E3779B9, tl.uint32)) ^ high) ^ place)
+    key0 = mix(mix(mix(low ^ tl.full((), 0x9E3779B9, tl.uint32)) ^ high) ^ place)
     inverted = place ^ tl.full((), 0xFFFFFFFF, tl.uint32)
-    key1 = _mix(_mix(_mix(high ^ tl.full((), 0x85EBCA6B, tl.uint32)) + low) ^ inverted)
+    key1 = mix(mix(mix(high ^ tl.full((), 0x85EBCA6B, tl.uint32)) + low) ^ inverted)
     return key0, key1
 
 
 @triton.jit
 def _gumbel(cols, key0, key1):
     """The noise of ``_sampling.gumbel_noise``, computed by the same operations."""
-    h = _mix(_mix(cols.to(tl.uint32) ^ key0) + key1)
+    h = mix(mix(cols.to(tl.uint32) ^ key0) + key1)
     w = tl.minimum((h.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 1.0 - 5.960464477539063e-08)
     series = w * (1.0 + w * (0.5 + w * (1.0 / 3.0 + w * 0.25)))
     exponential = tl.where(w < 1.0 / 64.0, series, -tl.log(1.0 - w))

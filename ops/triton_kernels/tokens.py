@@ -1,4 +1,4 @@
-"""Moves token ids and step inputs, and copies rows that ids pick.
+"""Moves token ids and step inputs, accepts and makes drafts, and copies rows that ids pick.
 
 Ids and inputs are some hundred bytes, so that launch latency is all there is; each row is read once
 and written once, so that memory bounds it.
@@ -9,8 +9,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...config import speculative as _speculative, step_fields as _step
 from .dependent import wait_for_previous
+from .sampling import mix
 
+_NO_SLOT = tl.constexpr(_step.NO_SLOT)
+_NO_SAMPLE = tl.constexpr(_step.NO_SAMPLE)
+_NO_DRAFT = tl.constexpr(_step.NO_DRAFT)
+_ON_DEVICE = tl.constexpr(_step.ON_DEVICE)
+_REJECTED = tl.constexpr(_step.REJECTED)
+_NOT_DRAFTED = tl.constexpr(_step.NOT_DRAFTED)
+_MOST_LOOKS = tl.constexpr(_speculative.MOST_LOOKS)
 NOW: tl.constexpr = tl.constexpr(".cv")  # not what a cache has of the host's memory
 
 
@@ -67,6 +76,134 @@ def _keep_tokens_kernel(
     ids = tl.load(ids_ptr + rows, mask=mask, other=0)
     tl.store(last_ptr + slots, tl.maximum(ids, 0), mask=mask)  # an input id, whatever it is
     tl.store(read_ptr + rows, ids, mask=mask)
+
+
+@triton.jit
+def _is_right(
+    row, number, mask, ids_ptr, inputs_ptr, lens_ptr, slots_ptr, chances_ptr, judged_ptr,
+    IS_JUDGED: tl.constexpr
+):  # fmt: skip
+    """Whether the draft of a row, which is the input of the row and number ``number`` of its
+    request, is right if all before are.  True outside of ``mask``."""
+    draft = tl.load(inputs_ptr + row, mask=mask, other=0)
+    right = draft == tl.load(ids_ptr + row - 1, mask=mask, other=0)
+    if IS_JUDGED:
+        slot = tl.load(slots_ptr + row, mask=mask, other=0)
+        seed = tl.load(judged_ptr + slot, mask=mask, other=-1)
+        position = tl.load(lens_ptr + row, mask=mask, other=1) - 1
+        word = mix(seed.to(tl.uint32) ^ tl.full((), 0x9E3779B9, tl.uint32))
+        word = mix(word ^ position.to(tl.uint32)) >> 8
+        chance = tl.load(chances_ptr + number - 1, mask=mask, other=0.0)
+        right = tl.where(seed < 0, right, word.to(tl.float32) * 5.960464477539063e-08 < chance)
+    return right | (mask == 0)
+
+
+@triton.jit
+def _accept_tokens_kernel(
+    last_ptr, lengths_ptr, history_ptr, chances_ptr, judged_ptr, ids_ptr, inputs_ptr, slots_ptr,
+    order_ptr, lens_ptr, kept_ptr, read_ptr, num_seqs, width, history_stride,
+    IS_JUDGED: tl.constexpr, BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr
+):  # fmt: skip
+    """Each row looks at its own draft and at those before it, and at the next:
+    the last row whose draft is right has the newest token of its slot."""
+    wait_for_previous(PROGRAMMATIC)
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = rows < num_seqs
+    order = tl.load(order_ptr + rows, mask=mask, other=_NO_SAMPLE)
+    slots = tl.load(slots_ptr + rows, mask=mask, other=0)
+    ids = tl.load(ids_ptr + rows, mask=mask, other=0)
+    lens = tl.load(lens_ptr + rows, mask=mask, other=0)
+    kept = order >= 0
+    for back in range(tl.max(order, 0)):
+        kept &= _is_right(
+            rows - back, order - back, (back < order) & mask, ids_ptr, inputs_ptr, lens_ptr,
+            slots_ptr, chances_ptr, judged_ptr, IS_JUDGED,
+        )  # fmt: skip
+    after = tl.load(order_ptr + rows + 1, mask=rows + 1 < num_seqs, other=0)
+    goes_on = after > 0
+    goes_on &= _is_right(
+        rows + 1, after, goes_on, ids_ptr, inputs_ptr, lens_ptr, slots_ptr, chances_ptr,
+        judged_ptr, IS_JUDGED,
+    )  # fmt: skip
+    last = kept & (goes_on == 0)
+    token = tl.maximum(ids, 0)  # an input id, whatever it is
+    tl.store(last_ptr + slots, token, mask=last)
+    tl.store(lengths_ptr + slots, lens + 1, mask=last)
+    place_ptr = history_ptr + slots.to(tl.int64) * history_stride + lens
+    tl.store(place_ptr, token, mask=kept & (lens < width))
+    result = tl.where(kept | (order == _NO_SAMPLE), ids, _REJECTED)
+    result = tl.where(order == _NO_DRAFT, _NOT_DRAFTED, result)
+    tl.store(kept_ptr + rows, result, mask=mask)
+    tl.store(read_ptr + rows, result, mask=mask)
+
+
+@triton.jit
+def _place_rows_kernel(
+    lengths_ptr, drafts_ptr, slots_ptr, tables_ptr, order_ptr, ids_ptr, positions_ptr, lens_ptr,
+    mappings_ptr, num_seqs, block_size, max_blocks, drafts_stride, sequence_stride, table_stride,
+    mapping_stride, GROUPS: tl.constexpr, BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr
+):  # fmt: skip
+    wait_for_previous(PROGRAMMATIC)
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    number = tl.load(order_ptr + rows, mask=rows < num_seqs, other=0) - _ON_DEVICE
+    mask = number >= 0
+    slots = tl.load(slots_ptr + rows, mask=mask, other=0)
+    place = tl.load(lengths_ptr + slots, mask=mask, other=1) - 1 + number
+    is_draft = number > 0
+    draft_ptr = drafts_ptr + (number - 1) * drafts_stride + slots
+    draft = tl.load(draft_ptr, mask=is_draft, other=0)
+    block = tl.minimum(tl.maximum(place // block_size, 0), max_blocks - 1)
+    for group in tl.static_range(GROUPS):
+        mapping_ptr = mappings_ptr + group * mapping_stride + rows
+        is_stored = mask & (tl.load(mapping_ptr, mask=mask, other=_NO_SLOT) != _NO_SLOT)
+        table_ptr = tables_ptr + rows * sequence_stride + group * table_stride
+        stored = tl.load(table_ptr + block, mask=is_stored, other=0)
+        tl.store(mapping_ptr, stored * block_size + place % block_size, mask=is_stored)
+    tl.store(ids_ptr + rows, tl.maximum(draft, 0), mask=is_draft)
+    tl.store(positions_ptr + rows, place, mask=mask)
+    tl.store(lens_ptr + rows, place + 1, mask=mask)
+    tl.store(order_ptr + rows, tl.where(draft < 0, _NO_DRAFT, number), mask=mask)
+
+
+@triton.jit
+def _propose_ngrams_kernel(
+    history_ptr, lengths_ptr, slots_ptr, order_ptr, drafts_ptr, width, history_stride,
+    drafts_stride, shortest, longest, most, MOST: tl.constexpr, BLOCK: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr
+):  # fmt: skip
+    """A program a row.  It goes from the end of a sequence to its beginning, BLOCK places at once,
+    until it has seen enough of them or a place that no other can exceed.  A place is the position
+    behind it."""
+    wait_for_previous(PROGRAMMATIC)
+    row = tl.program_id(0)
+    if tl.load(order_ptr + row) == 0:
+        slot = tl.load(slots_ptr + row)
+        length = tl.minimum(tl.load(lengths_ptr + slot), width)
+        known_ptr = history_ptr + slot.to(tl.int64) * history_stride
+        newest, looks = length - 1, 0
+        best = tl.full((), 0, tl.int64)  # the tokens that are the same, and the place
+        while (newest >= shortest) & (looks < _MOST_LOOKS) & ((best >> 32) < longest):
+            at = newest - tl.arange(0, BLOCK)
+            alike = at >= shortest
+            count = tl.zeros((BLOCK,), tl.int32)
+            for back in range(1, longest + 1):
+                alike &= at >= back
+                token = tl.load(known_ptr + at - back, mask=alike, other=-1)
+                end = tl.load(known_ptr + length - back, mask=back <= length, other=-2)
+                alike &= token == end
+                count += alike.to(tl.int32)
+            hit = (count >= shortest).to(tl.int32)
+            in_turn = looks + tl.cumsum(hit, 0)
+            is_seen = (hit > 0) & (in_turn <= _MOST_LOOKS)
+            key = (count.to(tl.int64) << 32) | at.to(tl.int64)
+            best = tl.maximum(best, tl.max(tl.where(is_seen, key, 0), 0))
+            looks += tl.sum(hit, 0)
+            newest -= BLOCK
+        first = (best & 0xFFFFFFFF).to(tl.int32)
+        number = tl.arange(0, MOST)
+        behind = first + number % tl.maximum(length - first, 1)
+        draft = tl.load(known_ptr + behind, mask=(number < most) & (best > 0), other=-1)
+        tl.store(drafts_ptr + number * drafts_stride + slot, draft, mask=number < most)
 
 
 @triton.jit

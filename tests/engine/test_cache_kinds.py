@@ -24,7 +24,8 @@ from fusewright.engine.core.request import Request
 from fusewright.engine.core.scheduler import Scheduler
 from fusewright.engine.messages.sampling_params import SamplingParams
 from fusewright.engine.worker.model_runner import ModelRunner
-from fusewright.engine.worker.sampler import OpTable, Sampler
+from fusewright.engine.worker.sampler import Sampler
+from fusewright.engine.worker.sampling.op_table import OpTable
 from fusewright.engine.worker.startup import block_groups, read_model
 from fusewright.graph_capture import Dispatcher, Graphs, StepBuffers
 from fusewright.model_executor.cache_spec import CacheKind, KVCacheSpec, group_layers

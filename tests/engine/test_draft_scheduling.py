@@ -12,6 +12,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -23,9 +24,10 @@ from fusewright.engine.core.ngram import NgramDrafter
 from fusewright.engine.core.request import Request
 from fusewright.engine.core.scheduler import Scheduler
 from fusewright.engine.messages.sampling_params import SamplingParams
+from fusewright.engine.messages.step import Batch
 
 from .test_engine_random import Client, play, setups
-from .toy import ALPHABET, Setup, in_windows, next_token
+from .toy import ALPHABET, Setup, ToyRunner, in_windows, next_token
 
 
 @dataclass
@@ -54,14 +56,18 @@ class Guesser:
         for request in requests:
             assert not request.is_finished and request.num_known_tokens == request.num_tokens - 1
             self.open.add(request.request_id)
-            tokens, drafts = request.tokens(0, request.num_known_tokens), []
-            for _ in range(self.rng.randint(0, most)):
-                seen = in_windows(tokens, self.windows)
-                right = next_token(seen, request.sampling_params.seed)
-                drafts.append(right if self.rng.random() < self.rate else self.rng.choice(ALPHABET))
-                tokens.append(drafts[-1])
-            proposals.append(drafts)
+            tokens = request.tokens(0, request.num_known_tokens)
+            proposals.append(self.behind(tokens, request.sampling_params.seed, most))
         return proposals
+
+    def behind(self, tokens: Sequence[int], seed: int | None, most: int) -> list[int]:
+        """Drafts behind these tokens."""
+        known, drafts = [*tokens], list[int]()
+        for _ in range(self.rng.randint(0, most)):
+            right = next_token(in_windows(known, self.windows), seed)
+            drafts.append(right if self.rng.random() < self.rate else self.rng.choice(ALPHABET))
+            known.append(drafts[-1])
+        return drafts
 
     def settle(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         assert 0 <= num_accepted <= num_drafts > 0
@@ -77,11 +83,21 @@ class DraftSetup(Setup):
 
     rate: float = 0.7
     most: int = 4
+    on_device: bool = False
 
     def scheduler(self) -> Scheduler:
         scheduler = super().scheduler()
-        scheduler.drafts = Drafts(Guesser(self.rate, self.windows), self.most)
+        guesser = Guesser(self.rate, self.windows)
+        scheduler.drafts = Drafts(guesser, self.most, on_device=self.on_device)
         return scheduler
+
+    def runner(self, kind: type[ToyRunner] = ToyRunner, **faults: Any) -> ToyRunner:
+        guesser = Guesser(self.rate, self.windows)
+
+        def guess(tokens: list[int], seed: int | None) -> list[int]:
+            return guesser.behind(tokens, seed, self.most)
+
+        return super().runner(kind, guess=guess if self.on_device else None, **faults)
 
 
 def drafts_of(client: Client) -> Drafts:
@@ -103,14 +119,15 @@ def check_counts(client: Client) -> None:
     assert drafts._num_in_flight == 0
 
 
-def drafting(setup: Setup, rate: float, most: int) -> DraftSetup:
-    return DraftSetup(**setup.__dict__, rate=rate, most=most)
+def drafting(setup: Setup, rate: float, most: int, on_device: bool) -> DraftSetup:
+    return DraftSetup(**setup.__dict__, rate=rate, most=most, on_device=on_device)
 
 
 def test_every_request_gets_its_solo_answer(fw_cases: int) -> None:
-    setup = st.builds(drafting, setups, st.sampled_from([0.0, 0.5, 0.9, 1.0]), st.integers(1, 6))
+    rates = st.sampled_from([0.0, 0.5, 0.9, 1.0])
+    setup = st.builds(drafting, setups, rates, st.integers(1, 6), st.booleans())
 
-    @settings(max_examples=40 * fw_cases, deadline=None)
+    @settings(max_examples=60 * fw_cases, deadline=None)
     @given(setup, st.integers(0, 2**32), st.sampled_from([0.1, 0.5, 1.0]))
     def plays(setup: DraftSetup, seed: int, busy: float) -> None:
         check_counts(play(setup, random.Random(seed), num_steps=40, busy=busy))
@@ -119,9 +136,9 @@ def test_every_request_gets_its_solo_answer(fw_cases: int) -> None:
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize(("async_scheduling", "on_device"), [(False, 0), (True, 0), (True, 1)])
 def test_hundreds_of_steps_under_constant_preemption(
-    async_scheduling: bool, prefix_caching: bool, fw_cases: int
+    async_scheduling: bool, on_device: int, prefix_caching: bool, fw_cases: int
 ) -> None:
     setup = DraftSetup(
         num_blocks=24,
@@ -132,6 +149,7 @@ def test_hundreds_of_steps_under_constant_preemption(
         async_scheduling=async_scheduling,
         prefix_caching=prefix_caching,
         rate=0.8,
+        on_device=bool(on_device),
     )
     client = play(setup, random.Random(3), num_steps=400 * fw_cases, busy=0.25)
     check_counts(client)
@@ -153,6 +171,31 @@ def test_drafts_save_steps() -> None:
         client.drain()
         counts[rate] = client.num_steps
     assert counts[1.0] <= 12 < 40 < counts[0.0]
+
+
+@pytest.mark.parametrize("num_requests", [1, 5])
+def test_a_step_with_drafts_of_the_device_is_launched_while_the_one_before_runs(
+    num_requests: int,
+) -> None:
+    """The toy runs a step when its result is asked for: until its last tokens no step is."""
+    client = Client(DraftSetup(on_device=True, max_num_seqs=32, max_num_batched_tokens=64))
+    runner: Any = client.engine.core.runner
+    launch, waiting, rows = runner.launch, list[int](), list[int]()
+
+    def listen(batch: Batch) -> Any:
+        waiting.append(len(runner.queue))
+        rows.append(batch.num_seqs)
+        return launch(batch)
+
+    runner.launch = listen
+    for i in range(num_requests):
+        client.add([1, 2, i], SamplingParams(max_tokens=45, ignore_eos=True))
+    client.drain()
+    first_end = next(i for i, count in enumerate(rows) if i > 1 and count < 5 * num_requests)
+    assert first_end > 4 and waiting[:first_end] == [0] + [1] * (first_end - 1)
+    assert drafts_of(client).stats().num_accepted > 20 * num_requests
+    pool = client.engine.core.scheduler.pool
+    assert pool.num_free == pool.num_blocks
 
 
 def test_requests_without_drafts_keep_a_step_in_flight() -> None:

@@ -15,7 +15,7 @@ from fusewright.config import EngineOptions, Hardware, UserError
 from fusewright.engine.engine import Engine
 from fusewright.engine.frontend.outputs import RequestOutput
 from fusewright.engine.messages.step import Batch
-from fusewright.engine.worker.drafts.rows import counted_slots, seen_tokens
+from fusewright.engine.worker.drafts.rows import seen_tokens
 from fusewright.graph_capture import GraphKind
 
 NGRAM = {
@@ -185,11 +185,10 @@ def test_what_a_grammar_forces_is_drafted(temperature: float) -> None:
     assert report["steps"] <= len(text) // 9 + 1
 
 
-def test_penalties_count_the_drafts_before_a_row_and_what_was_taken() -> None:
+def test_penalties_count_the_drafts_before_a_row() -> None:
     """Rows of three requests with drafts, one without, and one that is not penalized."""
     slots = [2, 2, 2, 0, 3, 3, 1, 1, 1]
     drafts = [9, 4, 5, 9, 9, 6, 9, 4, 4]  # what each row has as input
-    sampled = [4, 8, 1, 2, 7, 3, 4, 4, 0]
     batch = make_rows(slots, drafts)
     penalized = torch.tensor([2, 2, 2, 0, 3, 3, -1, -1, -1], dtype=torch.int32)
     counts, mask = torch.zeros(4, 10, dtype=torch.int32), torch.rand(4, 10) < 0.5
@@ -199,17 +198,15 @@ def test_penalties_count_the_drafts_before_a_row_and_what_was_taken() -> None:
     def send(values: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.as_tensor(values, dtype=dtype)
 
-    seen, seen_mask, at = seen_tokens(counts, mask, penalized, batch, send)
+    inputs = torch.tensor(drafts, dtype=torch.int32)
+    seen, seen_mask, at = seen_tokens(counts, mask, penalized, batch, inputs, send)
     assert at.tolist() == [0, 1, 2, 3, 4, 5, -1, -1, -1] and torch.equal(counts, own)
     for row, before in {0: [], 1: [4], 2: [4, 5], 3: [], 4: [], 5: [6]}.items():
         assert torch.equal(seen_mask[row], mask[slots[row]])
         extra = torch.bincount(torch.tensor(before, dtype=torch.long), minlength=10)
         assert torch.equal(seen[row], counts[slots[row]] + extra), row
-    taken = counted_slots(torch.tensor(sampled, dtype=torch.int32), penalized, batch, send)
-    assert taken.tolist() == [2, 2, -1, 0, 3, -1, -1, -1, -1]
     plain = make_rows([0, 1], [3, 4])
-    assert counted_slots(torch.tensor([1, 2]), penalized[:2], plain, send) is not None
-    assert seen_tokens(counts, mask, penalized[:2], plain, send)[0] is counts
+    assert seen_tokens(counts, mask, penalized[:2], plain, inputs, send)[0] is counts
 
 
 def make_rows(slots: list[int], input_ids: list[int]) -> Batch:

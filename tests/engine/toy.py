@@ -7,7 +7,7 @@ a wrong block table, a wrong recompute, a lost or a doubled token changes the an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
@@ -19,6 +19,7 @@ from msgspec import msgpack
 
 import fusewright.model_executor.abacus as abacus
 from fusewright.config import NO_SLOT
+from fusewright.config.step_fields import NOT_DRAFTED, REJECTED
 from fusewright.engine.core.chunks import StepLimits
 from fusewright.engine.core.kv_blocks import BlockPool
 from fusewright.engine.core.loop import EngineCore
@@ -88,12 +89,18 @@ class _Entry:
     feed: list[int]
     num_sampled: int
     seed: int | None
+    number: int
+    """Rows of the slot before it, if it samples."""
+    ahead: int
+    """-1, or the device places it, at most so many positions further."""
 
 
 @dataclass
 class ToyStep:
     runner: ToyRunner
     entries: list[_Entry]
+    begins: dict[int, list[int]]
+    """The tokens that are told of slots that get a request."""
     output: StepResult | None = None
     read: bool = False
 
@@ -117,8 +124,12 @@ class ToyRunner:
     shares: bool = False
     windows: tuple[int, ...] = (0,)
     batches: list[Batch] = field(default_factory=list)
+    guess: Callable[[list[int], int | None], list[int]] | None = None
+    """Drafts on the device, behind tokens of a request with a seed."""
 
     def __post_init__(self) -> None:
+        self.history: list[list[int]] = [[] for _ in range(self.max_num_seqs)]
+        self.drafts: list[list[int]] = [[] for _ in range(self.max_num_seqs)]
         self.kv: list[tuple[int, int] | None] = [None] * (self.num_blocks * self.block_size)
         self.last_tokens: list[int | None] = [None] * self.max_num_seqs
         self.rows: dict[int, _Row] = {}
@@ -135,7 +146,8 @@ class ToyRunner:
                 assert start <= len(table), "an entry without those before it"
                 table[start:], block_ids = block_ids[:count], block_ids[count:]
             assert not block_ids
-        step = ToyStep(self, self._entries(batch))
+        begins = {each.slot: [*each.prompt_token_ids, *each.output_token_ids] for each in batch.new}
+        step = ToyStep(self, self._entries(batch), begins)
         self.queue.append(step)
         self.batches.append(batch)
         if not self.lazy:
@@ -150,6 +162,9 @@ class ToyRunner:
         """Run the oldest launched step."""
         step = self.queue.pop(0)
         written: set[int] = set()
+        lacking = [self._place(entry) for entry in step.entries]
+        for slot, tokens in step.begins.items():
+            self.history[slot] = tokens
         for entry in step.entries:
             for offset, (token, feed) in enumerate(zip(entry.token_ids, entry.feed, strict=True)):
                 position = entry.start + offset
@@ -167,9 +182,7 @@ class ToyRunner:
             seen = self.seen(entry)
             logprobs.append(logprobs_of(seen, MOST_LOGPROBS))
             token_ids.append(next_token(seen, entry.seed) if entry.num_sampled else -1)
-            if entry.num_sampled:
-                is_one = [other.slot for other in step.entries].count(entry.slot) == 1
-                self.last_tokens[entry.slot] = token_ids[-1] if is_one else None
+        token_ids = self._accept(step.entries, token_ids, lacking)
         chosen, ranks, top, top_ids = zip(*logprobs, strict=True)
         step.output = StepResult(
             np.array(token_ids, np.int32),
@@ -180,6 +193,43 @@ class ToyRunner:
                 np.array(top_ids, np.int32),
             ),
         )
+
+    def _place(self, entry: _Entry) -> bool:
+        """Place a row that the device alone can; returns whether it lacks its draft."""
+        if entry.ahead < 0:
+            return False
+        known, drafts = self.history[entry.slot], self.drafts[entry.slot]
+        place = len(known) - 1 + entry.number
+        assert entry.start <= place <= entry.start + entry.ahead, "further than was reserved"
+        entry.start = place
+        if not entry.number:
+            return False
+        lacks = len(drafts) < entry.number
+        entry.token_ids = [0 if lacks else drafts[entry.number - 1]]
+        return lacks
+
+    def _accept(
+        self, entries: list[_Entry], token_ids: list[int], lacking: list[bool]
+    ) -> list[int]:
+        """The tokens that are kept, and why others are not."""
+        result, is_kept = [], False
+        for row, (entry, token) in enumerate(zip(entries, token_ids, strict=True)):
+            if not entry.num_sampled:
+                result.append(token)
+                continue
+            right = entry.number == 0 or (is_kept and token_ids[row - 1] == entry.token_ids[0])
+            is_kept = right and not lacking[row]
+            result.append(token if is_kept else NOT_DRAFTED if lacking[row] else REJECTED)
+            if is_kept:
+                self.last_tokens[entry.slot] = token
+                known, end = self.history[entry.slot], entry.start + len(entry.token_ids)
+                known[end:] = [token]
+        if self.guess is not None:
+            for entry in entries:
+                if entry.num_sampled and entry.number == 0:
+                    known = self.history[entry.slot]
+                    self.drafts[entry.slot] = self.guess(known, entry.seed)
+        return result
 
     def seen(self, entry: _Entry) -> list[tuple[int, int] | None]:
         """Returns the entries of the KV blocks that the last query of a request reads."""
@@ -215,9 +265,12 @@ class ToyRunner:
 
     def _entries(self, batch: Batch) -> list[_Entry]:
         entries, token_ids, feed = [], batch.input_ids.tolist(), batch.feed_slots.tolist()
-        columns = (batch.slots, batch.starts, batch.query_lens, batch.num_sampled)
-        for slot, start, count, num_sampled in zip(*(c.tolist() for c in columns), strict=True):
-            row = self.rows[slot]
+        aheads = batch.ahead if len(batch.ahead) else np.full(batch.num_seqs, -1)
+        columns = (batch.slots, batch.starts, batch.query_lens, batch.num_sampled, aheads)
+        for slot, start, count, num_sampled, ahead in zip(
+            *(c.tolist() for c in columns), strict=True
+        ):
+            row, number = self.rows[slot], 0
             if row.num_tokens is None:
                 shared = start // self.block_size
                 assert start % self.block_size == 0 and (shared == 0 or self.shares), (
@@ -225,12 +278,15 @@ class ToyRunner:
                 )
             elif entries and entries[-1].slot == slot:
                 assert start == row.num_tokens and count == num_sampled == 1, "a draft"
-                row.num_drafts += 1
+                row.num_drafts, number = row.num_drafts + 1, entries[-1].number + 1
             else:
-                assert 0 <= row.num_tokens - start <= row.num_drafts, "it computes what comes next"
+                # Of drafts in flight that the device makes, the host counts none.
+                assert row.num_tokens - start <= row.num_drafts, "it computes what comes next"
+                assert row.num_tokens >= start or self.guess is not None
                 row.num_drafts = 0
             row.num_tokens = start + count
-            assert all(len(table) * self.block_size >= row.num_tokens for table in row.tables)
+            most = row.num_tokens + max(ahead, 0)
+            assert all(len(table) * self.block_size >= most for table in row.tables)
             entries.append(
                 _Entry(
                     slot,
@@ -240,6 +296,8 @@ class ToyRunner:
                     feed[:count],
                     num_sampled,
                     row.sampling_params.seed,
+                    number,
+                    ahead,
                 )
             )
             assert all(token == 0 for token, of in zip(token_ids, feed, strict=True) if of >= 0)
@@ -386,6 +444,7 @@ def check_invariants(scheduler: Scheduler) -> None:
     for request in running:
         assert bool(request.num_drafts) <= request.num_in_flight <= 1
         assert request.num_tokens + request.num_drafts <= request.max_total_tokens
+        assert request.num_drafts >= 0
         tables = zip(pool.groups, request.blocks.tables, request.blocks.num_freed, strict=True)
         for group, table, freed in tables:
             computed = request.num_computed_tokens, pool.block_size

@@ -117,6 +117,16 @@ def calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]
             yield packed, slots, *(empty(*shape, dtype=torch.int32) for shape in fields)
     elif op == "keep_tokens":
         yield slots, per_seq, per_seq, per_seq
+    elif op == "accept_tokens":
+        rows = (slots, slots, empty(m.max_num_seqs, 40)), (slots, *[per_seq] * 7)
+        for chances in (None, empty(4, dtype=torch.float32)):
+            yield *rows[0], chances, *rows[1]
+    elif op == "place_rows":
+        tables, mappings = empty(seqs, 2, 5), empty(2, tokens)[:, :seqs]
+        yield slots, empty(4, m.max_num_seqs), per_seq, tables, 16, *[per_seq] * 4, mappings
+    elif op == "propose_ngrams":
+        known = empty(m.max_num_seqs, 40)
+        yield known, slots, per_seq, per_seq, 2, 5, empty(4, m.max_num_seqs)
     elif op == "argmax":
         yield (logits,)
     elif op == "sample":

@@ -262,6 +262,25 @@ MISTAKES: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
         ("slots", lambda s: s.clamp(min=0)),
     ],
     "keep_tokens": [("slots", lambda slots: slots.flip(0)), ("token_ids", next_token)],
+    "accept_tokens": [
+        ("token_ids", next_token),
+        ("input_ids", off_by_one),
+        ("chances", lambda c: None if c is None else 1 - c),
+        ("order", lambda order: order.clamp(max=0)),
+        ("seq_lens", off_by_one),
+    ],
+    "place_rows": [
+        ("lengths", off_by_one),
+        ("drafts", off_by_one),
+        ("tables", lambda tables: tables.flip(2)),
+        ("block_size", lambda size: 2 * size),
+    ],
+    "propose_ngrams": [
+        ("lengths", lambda lengths: lengths - 1),
+        ("shortest", lambda shortest: shortest + 1),
+        ("longest", lambda longest: max(1, longest - 1)),
+        ("history", lambda history: history.flip(1)),
+    ],
     "write_inputs": [("last_tokens", off_by_one), ("packed", off_by_one)],
     **{
         f"{add}layer_norm": [("x", lambda x: x.abs()), ("weight", percent), ("bias", torch.neg)]

@@ -1,9 +1,9 @@
-"""Penalties of rows that follow drafts: what a row counts beside the output so far, and which of
-the sampled tokens become a part of the output."""
+"""What rows of drafts change in sampling: what a row counts beside the output so far, and bans that
+depend on a length which the device alone knows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -29,7 +29,7 @@ def rows_before(batch: Batch) -> Ints | None:
 
 
 def seen_tokens(
-    counts: Tensor, prompt_mask: Tensor, slots: Tensor, batch: Batch, send: Send
+    counts: Tensor, prompt_mask: Tensor, slots: Tensor, batch: Batch, input_ids: Tensor, send: Send
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``output_counts``, ``prompt_mask`` and ``slots`` of ``ops.apply_penalties``, in which a row
     behind drafts counts them.
@@ -38,39 +38,35 @@ def seen_tokens(
         counts: [max_num_seqs, vocab] int32 of outputs.
         prompt_mask: [max_num_seqs, vocab] bool.
         slots: [num_seqs] int32, -1 for rows without penalties.
+        input_ids: [num_seqs] int32 on the device; rows of drafts come before longer rows, so that
+            a row's number is that of its token.
     """
     before = rows_before(batch)
     if before is None:
         return counts, prompt_mask, slots
     pairs = [
-        (row, int(batch.input_ids[row - back]))
-        for row in np.flatnonzero(before).tolist()
-        for back in range(before[row])
+        (row, row - back) for row in np.flatnonzero(before).tolist() for back in range(before[row])
     ]
     of = slots.clamp(min=0).long()
     gathered = counts.index_select(0, of)
-    rows, tokens = send(pairs, torch.long).unbind(1)
+    rows, inputs = send(pairs, torch.long).unbind(1)
+    tokens = input_ids.index_select(0, inputs).long()
     gathered.index_put_((rows, tokens), gathered.new_ones(()), accumulate=True)
     numbers = torch.arange(batch.num_seqs, dtype=torch.int32, device=slots.device)
     return gathered, prompt_mask.index_select(0, of), torch.where(slots < 0, slots, numbers)
 
 
-def counted_slots(token_ids: Tensor, slots: Tensor, batch: Batch, send: Send) -> Tensor:
-    """``slots`` of ``ops.count_tokens``: -1 for rows behind a draft that the row before has not
-    sampled.
+def ban(
+    values: Tensor, banned: Sequence[tuple[int, int, int]], seq_lens: Tensor, send: Send
+) -> None:
+    """Set logits to -inf where a sequence is too short for the token.
 
     Args:
-        token_ids: [num_seqs] int32, as sampled.
-        slots: [num_seqs] int32, -1 for rows without penalties.
+        values: [num_seqs, vocab], written.
+        banned: (row, token id, the length from which the token may come).
+        seq_lens: [num_seqs] int32 on the device, which may be more than the host knows.
     """
-    before = rows_before(batch)
-    if before is None:
-        return slots
-    # Rows of drafts come before longer rows, so that a row's number is that of its token.
-    inputs = send(batch.input_ids[: batch.num_seqs].copy(), torch.int32)
-    behind = send(before, torch.int64)
-    wrong = behind.clamp(max=1)
-    wrong[1:] *= token_ids[:-1] != inputs[1:]
-    so_far = wrong.cumsum(0)
-    firsts = torch.arange(batch.num_seqs, device=slots.device) - behind
-    return torch.where(so_far == so_far.index_select(0, firsts), slots, torch.full_like(slots, -1))
+    rows, tokens, lens = send(banned, torch.long).unbind(1)
+    never = values.new_full((), -torch.inf)
+    now = torch.where(seq_lens.index_select(0, rows) < lens, never, values[rows, tokens])
+    values.index_put_((rows, tokens), now)

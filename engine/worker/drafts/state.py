@@ -1,0 +1,123 @@
+"""``DraftState`` keeps on the device what drafts need from step to step, by slot: how many tokens
+a request has, the tokens, and its next drafts.
+
+Behind the sampler ``accept_tokens`` says which rows of drafts were right, and ``propose_ngrams``
+drafts anew.  Ahead of the next step's program ``place_rows`` makes its inputs from that.  So the
+host may launch a step before it knows what the one before accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....config import ResolvedConfig
+from ....config.step_fields import NO_SAMPLE, ON_DEVICE, ORDER, TOKEN_IDS
+from ....graph_capture import StepBuffers
+from ...messages.step import Batch, Ints, NewSequence
+from .rows import Send, rows_before
+
+_ALIGNED = 32
+"""Rows of the state begin at multiples of so many words, as those of ``StepBuffers`` do."""
+
+
+class DraftState:
+    """The state of all slots, and the ops that read and write it.
+
+    Attributes:
+        memory: [2 + most, max_num_seqs and more] int32: the newest tokens, the lengths, the drafts.
+            It is what the other ranks need.
+    """
+
+    def __init__(self, ops: Any, config: ResolvedConfig, device: torch.device) -> None:
+        asked, self._ops = config.scheduler.speculative, ops
+        assert asked is not None
+        most, count = asked.num_speculative_tokens, config.scheduler.max_num_seqs
+        wide = -(-count // _ALIGNED) * _ALIGNED
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self.memory = zeros(2 + most, wide)
+        self.last_tokens, self.lengths, *_ = self.memory[:, :count]
+        self.drafts = self.memory[2:, :count]
+        self._lookup = (asked.prompt_lookup_min, asked.prompt_lookup_max)
+        self._finds = asked.method == "ngram" and not asked.acceptance
+        self._history = zeros(count, config.model.max_model_len if self._finds else 0)
+        self._chances: Tensor | None = None
+        if asked.acceptance:
+            self._chances = torch.tensor(asked.acceptance, dtype=torch.float32, device=device)
+        self._judged = zeros(count) - 1
+        self._kept = zeros(count)
+
+    def admit(self, sequence: NewSequence, send: Send) -> None:
+        """A request begins in a slot."""
+        tokens = [*sequence.prompt_token_ids, *sequence.output_token_ids]
+        if self._finds and tokens:
+            self._history[sequence.slot, : len(tokens)].copy_(send(tokens, torch.int32))
+        if self._chances is not None:
+            is_judged = sequence.sampling_params.grammar is None
+            seed = sequence.arrival & 0x7FFFFFFF if is_judged else -1
+            self._judged[sequence.slot].fill_(seed)
+
+    def order_of(self, batch: Batch) -> Ints:
+        """``config.ORDER`` of a batch's rows."""
+        before = rows_before(batch)
+        zeros = np.zeros(batch.num_seqs, np.int32)
+        order: Ints = np.where(
+            batch.num_sampled > 0, zeros if before is None else before, NO_SAMPLE
+        )
+        if len(batch.ahead):
+            order += np.where(batch.ahead >= 0, np.int32(ON_DEVICE), np.int32(0))
+        return order
+
+    def place(self, buffers: StepBuffers, num_seqs: int, num_groups: int, block_size: int) -> None:
+        """Make the inputs of rows that the device alone can place; the others are written."""
+        names = ("slots", ORDER, TOKEN_IDS, "positions", "seq_lens")
+        slots, order, *fields = (buffers.view(name, num_seqs) for name in names)
+        tables, mappings = buffers.of_groups(num_groups, num_seqs)
+        given = (self.lengths, self.drafts, slots, tables, block_size)
+        self._ops("place_rows", *given, order, *fields, mappings)
+
+    def keep(self, token_ids: Tensor, buffers: StepBuffers, read: Tensor) -> Tensor:
+        """Accept the drafts of a step, and make those of the next.
+
+        Args:
+            token_ids: [num_seqs] int32, as sampled.
+            read: [num_seqs] int32, written: the host's memory.
+
+        Returns:
+            [num_seqs] int32: what ``read`` has too, see ``ops.accept_tokens``.
+        """
+        num_seqs = token_ids.shape[0]
+        names = (TOKEN_IDS, "slots", ORDER, "seq_lens")
+        input_ids, slots, order, seq_lens = (buffers.view(name, num_seqs) for name in names)
+        state = (self.last_tokens, self.lengths, self._history, self._chances, self._judged)
+        kept = self._kept[:num_seqs]
+        rows = (token_ids, input_ids, slots, order, seq_lens, kept, read)
+        self._ops("accept_tokens", *state, *rows)
+        if self._finds:
+            given = (self._history, self.lengths, slots, order, *self._lookup)
+            self._ops("propose_ngrams", *given, self.drafts)
+        elif self._chances is not None:
+            # A replayed acceptance asks for drafts always, whatever they are.
+            self.drafts.copy_(self.last_tokens.expand_as(self.drafts))
+        return kept
+
+
+def draft_calls(num_seqs: int, num_groups: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Every form of call of ``DraftState``: the op's name, and arguments on the meta device."""
+
+    def ints(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device="meta")
+
+    ids, known, drafts = ints(num_seqs), ints(num_seqs, 1), ints(1, num_seqs)
+    for chances in (None, torch.empty(1, device="meta")):
+        yield "accept_tokens", (ids, ids, known, chances, *[ids] * 8)
+    tables, mappings = ints(num_seqs, num_groups, 1), ints(num_groups, num_seqs)
+    yield "place_rows", (ids, drafts, ids, tables, 16, *[ids] * 4, mappings)
+    yield "propose_ngrams", (known, ids, ids, ids, 1, 1, drafts)

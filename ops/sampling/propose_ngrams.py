@@ -1,0 +1,97 @@
+"""``propose_ngrams`` guesses that a sequence goes on as it did behind the same tokens before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ...config.speculative import MOST_LOOKS
+from ..core.desc import Case, Cost, Draw, OpDesc, drawn
+from ..core.op import Implementation, SemanticOp, dispatched, nothing, triton
+from ..launches import tokens
+
+
+@dispatched
+def propose_ngrams(
+    history: Tensor,
+    lengths: Tensor,
+    slots: Tensor,
+    order: Tensor,
+    shortest: int,
+    longest: int,
+    drafts: Tensor,
+) -> None:
+    """Write the drafts of every slot that is in a row of ``order`` 0: prompt lookup decoding
+    (Saxena, 2023), as ``engine/core/ngram.py`` does on the host.
+
+    Of the last ``MOST_LOOKS`` earlier places of the last ``shortest`` tokens, it takes the one
+    before which most tokens are the same as at the end, up to ``longest``, and the latest of these.
+    What followed there is drafted, again and again.
+
+    Args:
+        history: [max_num_seqs, width] int32, the tokens of each slot by position.
+        lengths: [max_num_seqs] int32, how many there are.
+        slots, order: [num_seqs] int32.
+        drafts: [most, max_num_seqs] int32, written; -1 where there is no such place.
+    """
+    most = drafts.shape[0]
+    for slot in slots[order == 0].tolist():
+        length = min(int(lengths[slot]), history.shape[1])
+        known = history[slot, :length]
+        at = torch.arange(shortest, max(length, shortest), device=history.device)
+        alike, count = torch.ones_like(at, dtype=torch.bool), torch.zeros_like(at)
+        for back in range(1, longest + 1):
+            alike = alike & (at >= back) & (known[(at - back).clamp(min=0)] == known[-back:][:1])
+            count += alike
+        latest = (count >= shortest).nonzero().flatten()[-MOST_LOOKS:]
+        drafts[:, slot] = -1
+        if latest.numel():
+            key = count[latest] * (length + 1) + at[latest]
+            first = int(at[latest[key.argmax()]])
+            behind = torch.arange(most, device=history.device) % (length - first)
+            drafts[:, slot] = known[first + behind]
+
+
+@drawn
+def _cases(draw: Draw) -> Iterator[Case]:
+    def ints(low: int, high: int, *shape: int) -> Tensor:
+        return draw.integers(low, high, *shape).to(torch.int32)
+
+    for num_seqs, width, most, shortest, longest, alphabet in [
+        (1, 9, 1, 1, 1, 2),
+        (6, 40, 4, 1, 3, 4),
+        (5, 1500, 6, 2, 5, 7),
+        (5, 2500, 3, 3, 8, 2),
+        (4, 1300, 2, 5, 5, 30),
+    ]:
+        max_num_seqs = num_seqs + 2
+        history = ints(0, alphabet, max_num_seqs, width)
+        lengths = ints(1, width + 1, max_num_seqs)
+        lengths[0] = width
+        order = ints(-1, 2, num_seqs)
+        order[0] = 0
+        slots = draw.permutation(num_seqs).to(torch.int32)
+        slots[0], slots[slots == 0] = 0, slots[0].clone()
+        drafts = ints(0, 9, most, max_num_seqs)
+        label = f"{num_seqs} of up to {width}, {shortest} to {longest} of {alphabet}"
+        yield Case(label, (history, lengths, slots, order, shortest, longest, drafts))
+
+
+def _cost(desc: OpDesc) -> Cost:
+    return Cost(bytes=desc["history"].nbytes, flops=0)
+
+
+OP = SemanticOp(
+    reference=propose_ngrams,
+    fake=nothing,
+    cases=_cases,
+    cost=_cost,
+    mutates=("drafts",),
+    dtypes=(torch.int32,),
+    implementations=(
+        triton(tokens.propose_ngrams),
+        Implementation("native", propose_ngrams),
+    ),
+)
