@@ -280,13 +280,14 @@ def test_a_step_is_read_in_one_piece_of_its_own_size() -> None:
     host = made.next_host(**sizes)
     for first, values in enumerate(host.arrays.values()):
         values[:] = 10 * first + np.arange(len(values))
-    host.cells[:4] = [70, 71, 72, 73]
+    host.cells[:4] = [80, 81, 82, 83]
     ops.write_inputs(host.filled(4), torch.zeros(100, dtype=torch.int32), *host.targets)
     views = made.views(**sizes)
     assert views["positions"].tolist() == [10, 11, 12] and views["slot_mapping"][0] == 20
     assert views["seq_lens"].tolist() == [40, 41] and made.view("slots", 2).tolist() == [50, 51]
-    assert views["query_start_loc"].tolist() == [60, 61, 62]
-    assert views["block_table"].tolist() == [[70, 71], [72, 73]]
+    assert made.view("order", 2).tolist() == [60, 61]
+    assert views["query_start_loc"].tolist() == [70, 71, 72]
+    assert views["block_table"].tolist() == [[80, 81], [82, 83]]
     assert made.next_host(**sizes).packed is not host.packed
 
 
