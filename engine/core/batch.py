@@ -45,6 +45,11 @@ class Drafted(Struct):
     on_device: bool = False
     num_known: int = 0
 
+    def arrive(self) -> None:
+        """The tokens of the step are about to be applied to the request."""
+        self.num_known = self.request.num_known_tokens
+        self.request.num_drafts -= self.num_drafts
+
 
 class ScheduledStep(Struct):
     """A step as the core remembers it until its result comes, and what the worker gets of it."""

@@ -10,8 +10,9 @@ from ..messages.draft_run import DraftRun
 from .drafting.model_drafter import ModelDrafter
 from .drafting.policy import DraftPolicy
 from .drafting.replay import AlwaysDrafts
+from .drafting.seams import Drafter
 from .drafting.step_costs import StepCosts, knee
-from .drafts import Drafter, Drafts
+from .drafts import Drafts
 from .kv_blocks import BlockPool
 from .ngram import NgramDrafter
 

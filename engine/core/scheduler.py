@@ -127,8 +127,7 @@ class Scheduler:
         return structs.replace(news, tokens=tokens)
 
     def schedule(self) -> ScheduledStep | None:
-        """Choose the next step's work; returns None if nothing can run before the step in flight
-        ends."""
+        """Choose the next step's work; None if nothing can run before a step in flight ends."""
         self.cache_blocks()
         if self.waiting.has_large and (self._lacks_blocks or not self._free_slots):
             for request in gives_way(self.running, self.waiting):
@@ -187,12 +186,11 @@ class Scheduler:
         self._set_aside.clear()
         if not decodes and not prefills:
             return None
-        drafted: list[Drafted] = []
-        if drafts is not None and decodes:
-            margin = len(self.running) * len(self.pool.groups)
+        drafted, on_device = list[Drafted](), False
+        if drafts is not None:
+            margin, on_device = len(self.running) * len(self.pool.groups), drafts.on_device
             drafted = drafts.add(decodes, min(budget, self._free_rows), self.pool, margin)
         scheduled = decodes + prefills
-        on_device = drafts is not None and drafts.on_device
         batch = make_batch(scheduled, self.limits.vocab_size, device_drafts=on_device)
         return ScheduledStep(scheduled, batch, drafted)
 
@@ -220,8 +218,8 @@ class Scheduler:
         self._news.scored.extend(scored_by(step, result))
         request_ids: list[str] = []
         rows: list[int] = []
-        if self.drafts is not None:
-            self.drafts.arrive(step.drafted)
+        for each in step.drafted:
+            each.arrive()
         for row, (entry, token_id) in enumerate(zip(scheduled, token_ids, strict=True)):
             if not entry.num_sampled:
                 continue
@@ -235,7 +233,10 @@ class Scheduler:
             if request.is_finished:
                 continue
             if token_id < 0:
-                self._fail_without_token(request, token_id)
+                # What it stored may be NaN, so none of its blocks, not even a shared one, is found.
+                request.fail_without_token(token_id)
+                self.finish(request, RequestStatus.FINISHED_ERROR)
+                self.pool.forget(request.block_keys)
                 continue
             request.output_token_ids.append(token_id)
             request_ids.append(request.request_id)
@@ -287,13 +288,6 @@ class Scheduler:
         self.finish(request, RequestStatus.FINISHED_ERROR)
         return True
 
-    def _fail_without_token(self, request: Request, token_id: int) -> None:
-        """Finish a request whose logits gave no token.  What it stored may be NaN, so none of its
-        blocks, not even a shared one, is found by its content any more."""
-        request.fail_without_token(token_id)
-        self.finish(request, RequestStatus.FINISHED_ERROR)
-        self.pool.forget(request.block_keys)
-
     def _chunk_end(self, request: Request, start: int, num_tokens: int, budget: int) -> int:
         """Where the chunk ends that begins at ``start`` of a request of ``num_tokens`` tokens."""
         end = min(num_tokens, start + min(budget, self.limits.longest_chunk))
@@ -314,14 +308,13 @@ class Scheduler:
             request.blocks.num_slots = 0  # look again at the next step: much may be behind them
         num_sampled = int(end == num_tokens)
         request.num_in_flight += num_sampled
-        return ScheduledRequest(
-            request, start, end - start, num_sampled, ahead=request.num_drafts or IN_PLACE
-        )
+        ahead = request.num_drafts or IN_PLACE
+        return ScheduledRequest(request, start, end - start, num_sampled, ahead=ahead)
 
     def _make_room(self, request: Request, end: int, order: list[Request]) -> bool:
-        """Give a running request the blocks for its tokens up to ``end`` and for drafts in flight,
-        and take back those that are behind its windows now; False if it had to be preempted, as the
-        last in ``order``, or waits for what is in flight, for which there may be no need."""
+        """Give a running request the blocks for its tokens up to ``end`` and drafts in flight, and
+        take back those that are behind its windows now; False if it had to be preempted, as the
+        last in ``order``, or waits: fewer may do when it is known which drafts are right."""
         pool, blocks, ahead = self.pool, request.blocks, request.num_drafts
         pool.free_behind(blocks, request.num_computed_tokens)
         missing = pool.num_missing(blocks, end + ahead, request.num_tokens + ahead)
