@@ -36,12 +36,13 @@ class ScheduledRequest(Struct):
 
 
 class Drafted(Struct):
-    """The ``num_drafts`` drafts of a request that a step tries; it might have had ``asked``.
-    ``num_known``: tokens of the request that are known before the step's."""
+    """The ``num_drafts`` drafts of a request that a step tries; it might have had ``asked``, as one
+    of the class ``name``.  ``num_known``: the tokens of it that are known before the step's."""
 
     request: Request
     num_drafts: int
     asked: int
+    name: str
     on_device: bool = False
     num_known: int = 0
 

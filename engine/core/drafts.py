@@ -22,8 +22,8 @@ import numpy as np
 
 from ...config.step_fields import NOT_DRAFTED
 from ..messages.draft_stats import DraftStats
-from ..messages.step import Ints
-from .batch import IN_PLACE, ON_DEVICE, Drafted, ScheduledRequest, ScheduledStep
+from ..messages.step import StepResult
+from .batch import IN_PLACE, NO_DRAFT, ON_DEVICE, Drafted, ScheduledRequest, ScheduledStep
 from .drafting.seams import Always, Drafter, Policy
 from .kv_blocks import BlockPool
 from .request import Request
@@ -35,7 +35,8 @@ def class_of(request: Request) -> str:
     """The class of requests whose drafts are right about as often."""
     if request.matcher is not None:
         return "grammar"
-    return "greedy" if request.sampling_params.greedy else "sampled"
+    name = "greedy" if request.sampling_params.greedy else "sampled"
+    return f"{name}, found none" if request.lacks_drafts else name
 
 
 NOTHING, NO_ROWS, NO_BLOCKS = "nothing proposed", "no room in the step", "no free KV blocks"
@@ -165,7 +166,8 @@ class Drafts:
             request = entry.request
             request.num_drafts += count
             request.drafts_on_device = proposal[0] == ON_DEVICE
-            drafted.append(Drafted(request, count, most, request.drafts_on_device))
+            name = class_of(request)
+            drafted.append(Drafted(request, count, most, name, request.drafts_on_device))
         self._num_in_flight += _waits(drafted)
         return drafted
 
@@ -241,9 +243,13 @@ class Drafts:
             return
         request.matcher.guess(guess, most)
 
-    def settle(self, step: ScheduledStep, token_ids: Ints) -> None:
+    def settle(self, step: ScheduledStep, result: StepResult) -> None:
         """The tokens of a step are known, and applied to its requests."""
-        drafted = step.drafted
+        drafted, token_ids = step.drafted, result.token_ids
+        if result.found is not None:
+            for entry, found in zip(step.scheduled, result.found.tolist(), strict=True):
+                if entry.num_sampled and entry.draft == NO_DRAFT and not entry.request.needs_host:
+                    entry.request.lacks_drafts = not found
         self._num_in_flight -= _waits(drafted)
         lacking = Counter(
             step.scheduled[row].request.request_id
@@ -256,7 +262,7 @@ class Drafts:
                 continue  # it had ended before
             # Rows cost time whether or not the device had drafts for them.
             accepted, count = min(gained - 1, rows), rows - lacking[request.request_id]
-            self.policy.observe_drafts(class_of(request), each.asked, rows, accepted)
+            self.policy.observe_drafts(each.name, each.asked, rows, accepted)
             if not count:
                 self._without[NOTHING] += 1
                 continue

@@ -97,6 +97,8 @@ class Request:
     """Drafts that the steps in flight try; none of them counts as a token in flight."""
     drafts_on_device: bool = False
     """Whether the device makes its drafts, and places its next rows behind those that are right."""
+    lacks_drafts: bool = False
+    """Whether the device had none for it when it was last seen: then it seldom has some now."""
     placed_from: int = 0
     """Position from which on the device follows it in its slot: the number of its tokens when it
     was given that."""

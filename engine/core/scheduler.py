@@ -249,7 +249,7 @@ class Scheduler:
             elif request.matcher is not None and self.drafts is not None:
                 self.drafts.ask(request)
         if self.drafts is not None:
-            self.drafts.settle(step, result.token_ids)
+            self.drafts.settle(step, result)
         if len(rows) == len(token_ids):
             return NewTokens(request_ids, result.token_ids, result.logprobs)
         logprobs = result.logprobs.of(rows) if result.logprobs else None

@@ -6,7 +6,7 @@ A greedy batch takes one kernel; others are sampled with the parameters of each 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,10 +28,12 @@ _ALWAYS = (1 << 31) - 1
 @dataclass(frozen=True)
 class Sampled:
     """One step's tokens [num_seqs] int32, in host memory that the device writes; ``logprobs`` as
-    ``ops.token_logprobs`` returns them, on the device, if some request of the batch wants them."""
+    ``ops.token_logprobs`` returns them, on the device, if some request of the batch wants them;
+    ``found`` as in ``StepResult``, in host memory."""
 
     token_ids: Tensor
     logprobs: tuple[Tensor, Tensor, Tensor, Tensor] | None
+    found: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,8 @@ class Sampler:
                 self._max_num_seqs, dtype=torch.int32, device=self._device
             )
             self.shared = self.last_tokens
-        self._read = HostRing(self._device, self._max_num_seqs)
+        # Of drafts the host reads a second part; both begin at whole lines of memory.
+        self._read = HostRing(self._device, 2 * (-(-self._max_num_seqs // 32) * 32))
         self._slots = np.zeros(self._max_num_seqs, _REQUEST)
         self._stop_ids: dict[int, frozenset[int]] = {}
         self._biases: dict[int, Mapping[int, float]] = {}
@@ -194,7 +197,7 @@ class Sampler:
                 of the token being sampled.
         """
         if not len(batch.targets) and self._slots["plain"][batch.slots].all():
-            return Sampled(self._keep(self._ops("argmax", logits), buffers), None)
+            return self._keep(self._ops("argmax", logits), buffers)
         rows = self._rows_of(batch)
         banned = self._banned(batch, rows)
         if rows.draws or banned or rows.has_bias or rows.has_allowed or len(batch.masked_rows):
@@ -211,23 +214,24 @@ class Sampler:
         if num_logprobs >= 0:
             logprobs = self._ops("token_logprobs", logits, asked, num_logprobs)
         penalized = rows.parameters.penalty_slots if rows.parameters is not None else None
-        return Sampled(self._keep(token_ids, buffers, penalized), logprobs)
+        return replace(self._keep(token_ids, buffers, penalized), logprobs=logprobs)
 
     def _keep(
         self, token_ids: Tensor, buffers: StepBuffers, penalized: Tensor | None = None
-    ) -> Tensor:
-        """Keep the tokens on the device, by slot, and count them in the slots ``penalized``;
-        returns where the host will find them."""
+    ) -> Sampled:
+        """Keep the tokens on the device, by slot, and count them in the slots ``penalized``."""
         host, read = self._read.take()
-        count = token_ids.shape[0]
+        count, found = token_ids.shape[0], None
         if self.drafts is not None:
-            token_ids = self.drafts.keep(token_ids, buffers, read[:count])
+            behind = len(read) // 2
+            token_ids = self.drafts.keep(token_ids, buffers, read[:count], read[behind:][:count])
+            found = host[behind:][:count] if self.drafts.finds else None
         else:
             slots = buffers.view("slots", count)
             self._ops("keep_tokens", self.last_tokens, token_ids, slots, read[:count])
         if penalized is not None:
             self._ops("count_tokens", token_ids, penalized, self._counts)
-        return host[:count]
+        return Sampled(host[:count], None, found)
 
     def _rows_of(self, batch: Batch) -> _Rows:
         """Collect what the requests ask for, or reuse the last rows if nobody came or went."""

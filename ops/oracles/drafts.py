@@ -73,7 +73,9 @@ def place_rows(call: Call) -> Expected:
 def propose_ngrams(call: Call) -> Expected:
     drafts: Array = call["drafts"].copy()
     shortest, longest = call["shortest"], call["longest"]
+    found: list[int] = []
     for slot, order in zip(call["slots"].tolist(), call["order"].tolist(), strict=True):
+        found.append(0)
         if order != 0:
             continue
         known = call["history"][slot].tolist()[: int(call["lengths"][slot])]
@@ -89,5 +91,5 @@ def propose_ngrams(call: Call) -> Expected:
             tail = known[at:]
             while len(tail) < len(drafts):
                 tail += tail[: len(drafts) - len(tail)]
-            drafts[:, slot] = tail[: len(drafts)]
-    return {"drafts": drafts}
+            drafts[:, slot], found[-1] = tail[: len(drafts)], 1
+    return {"drafts": drafts, "found": np.array(found)}

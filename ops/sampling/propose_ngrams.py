@@ -22,6 +22,7 @@ def propose_ngrams(
     shortest: int,
     longest: int,
     drafts: Tensor,
+    found: Tensor,
 ) -> None:
     """Write the drafts of every slot that is in a row of ``order`` 0: prompt lookup decoding
     (Saxena, 2023), as ``engine/core/ngram.py`` does on the host.
@@ -35,9 +36,13 @@ def propose_ngrams(
         lengths: [max_num_seqs] int32, how many there are.
         slots, order: [num_seqs] int32.
         drafts: [most, max_num_seqs] int32, written; -1 where there is no such place.
+        found: [num_seqs] int32, written: 1 in a row whose slot has drafts, else 0; it may be the
+            host's memory.
     """
     most = drafts.shape[0]
-    for slot in slots[order == 0].tolist():
+    found.zero_()
+    for row in (order == 0).nonzero().flatten().tolist():
+        slot = int(slots[row])
         length = min(int(lengths[slot]), history.shape[1])
         known = history[slot, :length]
         at = torch.arange(shortest, max(length, shortest), device=history.device)
@@ -51,7 +56,7 @@ def propose_ngrams(
             key = count[latest] * (length + 1) + at[latest]
             first = int(at[latest[key.argmax()]])
             behind = torch.arange(most, device=history.device) % (length - first)
-            drafts[:, slot] = known[first + behind]
+            drafts[:, slot], found[row] = known[first + behind], 1
 
 
 @drawn
@@ -65,6 +70,7 @@ def _cases(draw: Draw) -> Iterator[Case]:
         (5, 1500, 6, 2, 5, 7),
         (5, 2500, 3, 3, 8, 2),
         (4, 1300, 2, 5, 5, 30),
+        (12, 90, 4, 1, 4, 2),
     ]:
         max_num_seqs = num_seqs + 2
         history = ints(0, alphabet, max_num_seqs, width)
@@ -76,7 +82,8 @@ def _cases(draw: Draw) -> Iterator[Case]:
         slots[0], slots[slots == 0] = 0, slots[0].clone()
         drafts = ints(0, 9, most, max_num_seqs)
         label = f"{num_seqs} of up to {width}, {shortest} to {longest} of {alphabet}"
-        yield Case(label, (history, lengths, slots, order, shortest, longest, drafts))
+        rows = (history, lengths, slots, order, shortest, longest, drafts, ints(0, 9, num_seqs))
+        yield Case(label, rows)
 
 
 def _cost(desc: OpDesc) -> Cost:
@@ -88,7 +95,7 @@ OP = SemanticOp(
     fake=nothing,
     cases=_cases,
     cost=_cost,
-    mutates=("drafts",),
+    mutates=("drafts", "found"),
     dtypes=(torch.int32,),
     implementations=(
         triton(tokens.propose_ngrams),

@@ -15,8 +15,10 @@ from itertools import takewhile
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
+from fusewright import ops
 from fusewright.engine.core.batch import ScheduledRequest, ScheduledStep, make_batch
 from fusewright.engine.core.drafts import Drafts
 from fusewright.engine.core.kv_blocks import SequenceBlocks
@@ -341,3 +343,26 @@ def common_end(first: list[int], second: list[int], most: int) -> int:
     """How many last tokens of two sequences are the same, up to ``most``."""
     pairs = zip(reversed(first[-most:]), reversed(second[-most:]), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+@pytest.mark.parametrize(("longest", "shortest", "alphabet"), [(3, 1, 4), (5, 2, 3), (4, 4, 2)])
+def test_the_device_finds_the_same_ngrams(longest: int, shortest: int, alphabet: int) -> None:
+    """Sequences that grow, some of them with more earlier places than are compared."""
+    rng, most = random.Random(alphabet), 4
+    history, drafts = torch.zeros(4, 300, dtype=torch.int32), torch.zeros(most, 4).int()
+    drafter, found = NgramDrafter(longest, shortest), torch.zeros(4, dtype=torch.int32)
+    names = [str(slot) for slot in range(4)]
+    known = [[rng.randrange(alphabet)] for _ in names]
+    slots, order, hits = torch.arange(4).int(), torch.zeros(4, dtype=torch.int32), 0
+    for _ in range(60):
+        for slot, tokens in enumerate(known):
+            tokens += [rng.randrange(alphabet) for _ in range(rng.randrange(1, 5))]
+            history[slot, : len(tokens)] = torch.tensor(tokens)
+        lengths = torch.tensor([*map(len, known)], dtype=torch.int32)
+        ops.propose_ngrams(history, lengths, slots, order, shortest, longest, drafts, found)
+        requests = [Request(n, t, SamplingParams(), 999) for n, t in zip(names, known, strict=True)]
+        for slot, expected in enumerate(drafter.propose(requests, most)):
+            assert drafts[:, slot].tolist() == (expected or [-1] * most)
+            assert bool(found[slot]) == bool(expected)
+            hits += bool(expected)
+    assert hits > 100

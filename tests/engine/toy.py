@@ -184,6 +184,7 @@ class ToyRunner:
             token_ids.append(next_token(seen, entry.seed) if entry.num_sampled else -1)
         token_ids = self._accept(step.entries, token_ids, lacking)
         chosen, ranks, top, top_ids = zip(*logprobs, strict=True)
+        found = [bool(self.drafts[entry.slot]) for entry in step.entries]
         step.output = StepResult(
             np.array(token_ids, np.int32),
             Logprobs(
@@ -192,6 +193,7 @@ class ToyRunner:
                 np.array(top, np.float32),
                 np.array(top_ids, np.int32),
             ),
+            None if self.guess is None else np.array(found, np.int32),
         )
 
     def _place(self, entry: _Entry) -> bool:

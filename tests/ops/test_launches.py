@@ -126,7 +126,7 @@ def calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]
         yield slots, empty(4, m.max_num_seqs), per_seq, tables, 16, *[per_seq] * 4, mappings
     elif op == "propose_ngrams":
         known = empty(m.max_num_seqs, 40)
-        yield known, slots, per_seq, per_seq, 2, 5, empty(4, m.max_num_seqs)
+        yield known, slots, per_seq, per_seq, 2, 5, empty(4, m.max_num_seqs), per_seq
     elif op == "argmax":
         yield (logits,)
     elif op == "sample":

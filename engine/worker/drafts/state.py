@@ -31,6 +31,7 @@ class DraftState:
     Attributes:
         memory: [2 + most, max_num_seqs and more] int32: the newest tokens, the lengths, the drafts.
             It is what the other ranks need.
+        finds: whether drafts are looked for here, and not always there.
     """
 
     def __init__(self, ops: Any, config: ResolvedConfig, device: torch.device) -> None:
@@ -46,8 +47,8 @@ class DraftState:
         self.last_tokens, self.lengths, *_ = self.memory[:, :count]
         self.drafts = self.memory[2:, :count]
         self._lookup = (asked.prompt_lookup_min, asked.prompt_lookup_max)
-        self._finds = asked.method == "ngram" and not asked.acceptance
-        self._history = zeros(count, config.model.max_model_len if self._finds else 0)
+        self.finds = asked.method == "ngram" and not asked.acceptance
+        self._history = zeros(count, config.model.max_model_len if self.finds else 0)
         self._chances: Tensor | None = None
         if asked.acceptance:
             self._chances = torch.tensor(asked.acceptance, dtype=torch.float32, device=device)
@@ -57,7 +58,7 @@ class DraftState:
     def admit(self, sequence: NewSequence, send: Send) -> None:
         """A request begins in a slot."""
         tokens = [*sequence.prompt_token_ids, *sequence.output_token_ids]
-        if self._finds and tokens:
+        if self.finds and tokens:
             self._history[sequence.slot, : len(tokens)].copy_(send(tokens, torch.int32))
         if self._chances is not None:
             is_judged = sequence.sampling_params.grammar is None
@@ -83,12 +84,13 @@ class DraftState:
         given = (self.lengths, self.drafts, slots, tables, block_size)
         self._ops("place_rows", *given, order, *fields, mappings)
 
-    def keep(self, token_ids: Tensor, buffers: StepBuffers, read: Tensor) -> Tensor:
+    def keep(self, token_ids: Tensor, buffers: StepBuffers, read: Tensor, found: Tensor) -> Tensor:
         """Accept the drafts of a step, and make those of the next.
 
         Args:
             token_ids: [num_seqs] int32, as sampled.
-            read: [num_seqs] int32, written: the host's memory.
+            read, found: [num_seqs] int32, written: the host's memory.  ``found`` says which rows'
+                requests have drafts for the next step, if ``finds``.
 
         Returns:
             [num_seqs] int32: what ``read`` has too, see ``ops.accept_tokens``.
@@ -100,9 +102,9 @@ class DraftState:
         kept = self._kept[:num_seqs]
         rows = (token_ids, input_ids, slots, order, seq_lens, kept, read)
         self._ops("accept_tokens", *state, *rows)
-        if self._finds:
+        if self.finds:
             given = (self._history, self.lengths, slots, order, *self._lookup)
-            self._ops("propose_ngrams", *given, self.drafts)
+            self._ops("propose_ngrams", *given, self.drafts, found)
         elif self._chances is not None:
             # A replayed acceptance asks for drafts always, whatever they are.
             self.drafts.copy_(self.last_tokens.expand_as(self.drafts))
@@ -120,4 +122,4 @@ def draft_calls(num_seqs: int, num_groups: int) -> Iterator[tuple[str, tuple[Any
         yield "accept_tokens", (ids, ids, known, chances, *[ids] * 8)
     tables, mappings = ints(num_seqs, num_groups, 1), ints(num_groups, num_seqs)
     yield "place_rows", (ids, drafts, ids, tables, 16, *[ids] * 4, mappings)
-    yield "propose_ngrams", (known, ids, ids, ids, 1, 1, drafts)
+    yield "propose_ngrams", (known, ids, ids, ids, 1, 1, drafts, ids)
