@@ -278,7 +278,7 @@ MISTAKES: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
     "propose_ngrams": [
         ("lengths", lambda lengths: lengths - 1),
         ("shortest", lambda shortest: shortest + 1),
-        ("longest", lambda longest: max(1, longest - 1)),
+        ("longest", lambda longest: max(1, longest // 2)),
         ("history", lambda history: history.flip(1)),
     ],
     "write_inputs": [("last_tokens", off_by_one), ("packed", off_by_one)],
