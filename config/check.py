@@ -12,9 +12,10 @@ from .levels import BATCH_INVARIANT_LEVEL, LEVELS, LINEAR_FUSIONS, PASSES, Level
 from .options import EngineOptions, option_specs
 from .resolved import ModelLimits
 from .speculative import check_rows, read_speculative
-from .weight_format import STORED_FORMATS, full_name, why_no_choice
+from .weight_format import STORED_FORMATS, W8A8, W8A8_STATIC, full_name, why_no_choice
 
 _MAX_INT = 2**63 - 1
+_FOUND_AT_RUN_TIME = {"fp8_static": "fp8 or fp8_block", W8A8_STATIC: W8A8}
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size")
 _LIMITS = ("max_num_seqs", "max_model_len", "max_num_batched_tokens", "num_gpu_blocks_override")
 _PROMPT_TOKENS = ("long_prefill_token_threshold", "max_num_mixed_tokens")
@@ -101,10 +102,11 @@ def check_limits(options: EngineOptions, limits: ModelLimits) -> None:
             f"quantization={asked}: the checkpoint is quantized as {there} already; drop it, or "
             "give unquantized weights"
         )
-    if asked == "fp8_static" and there == "none" and o.load_format != "dummy":
+    instead = _FOUND_AT_RUN_TIME.get(asked or "")
+    if instead and there == "none" and o.load_format != "dummy":
         raise UserError(
-            "quantization=fp8_static: the scales of activations must be in the checkpoint, and it "
-            "is unquantized; use fp8 or fp8_block, which find them at run time"
+            f"quantization={asked}: the scales of activations must be in the checkpoint, and it "
+            f"is unquantized; use {instead}, which finds them at run time"
         )
 
 

@@ -75,8 +75,8 @@ class EngineOptions:
         "model",
         "what 16-bit weights become: fp8, int4, int8, mxfp4, …; FP8 weights and activations with a "
         "scale a channel and token (fp8), a 128 x 128 block (fp8_block) or a matrix (fp8_static); "
-        "or weights alone: int4, int8, mxfp4, or a format by its whole name, such as int4_g32; as "
-        "the checkpoint is if unset",
+        "int8 weights and activations (w8a8_int8); or weights alone: int4, int8, mxfp4, or a "
+        "format by its whole name, such as int4_g32; as the checkpoint is if unset",
         ("fp8", "fp8_block", "fp8_static", *ALIASES, *STORED_FORMATS),
     )
     load_format: str = _option(

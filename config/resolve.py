@@ -87,7 +87,7 @@ def _precision(options: EngineOptions, hardware: Hardware, limits: ModelLimits) 
     dtype = limits.dtype if options.dtype == "auto" else options.dtype
     quantization = full_name(options.quantization) or limits.quantization
     stored = STORED_FORMATS.get(quantization)
-    if quantization != "none" and (stored is None or stored.x_dtype):
+    if quantization != "none" and (stored is None or stored.x_dtype.startswith("float8")):
         whence = "quantization" if options.quantization else "quantization of the checkpoint"
         _check_fp8(f"{whence}={quantization}", hardware)
     if options.kv_cache_dtype == "auto":

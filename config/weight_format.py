@@ -26,7 +26,7 @@ FLOAT_BITS = {
     "float8_e8m0fnu": 8,
 }
 INT_BITS = {"int8": 8, "uint8": 8, "int16": 16, "int32": 32, "int64": 64}
-QUANTIZED_X = ("", "float8_e4m3fn")
+QUANTIZED_X = ("", "float8_e4m3fn", "int8")
 """The dtypes in which x can be multiplied: "" as it is, or one that an op quantizes it to."""
 
 
@@ -138,6 +138,7 @@ class StoredFormat:
         values: the value of every integer, for formats that are not linear.
         x_dtype: "": the weight alone is quantized; else x is quantized to this dtype, with a
             float32 scale for each row and ``x_columns`` of it, 0 for all.
+        static: the scale of x is one for all rows, and in the checkpoint.
         ignored: suffixes of tensors that checkpoints have beside those of the format, unread.
     """
 
@@ -151,10 +152,8 @@ class StoredFormat:
     values: tuple[float, ...] = ()
     x_dtype: str = ""
     x_columns: int = 0
+    static: bool = False
     ignored: tuple[str, ...] = ()
-
-    static = False
-    """No scale of x is in the checkpoint."""
 
     def __post_init__(self) -> None:
         if reason := next(_contradictions(self), ""):
@@ -204,6 +203,8 @@ def _contradictions(form: StoredFormat) -> Iterator[str]:
         yield f"{len(form.values)} values, expected {expected}"
     if form.x_dtype not in QUANTIZED_X:
         yield f"x_dtype is {form.x_dtype!r}, expected one of {', '.join(map(repr, QUANTIZED_X))}"
+    if form.static and (not form.x_dtype or form.x_columns):
+        yield "static is true, expected an x_dtype and no x_columns"
 
 
 GROUPS = (32, 64, 128)
@@ -249,16 +250,29 @@ def _floats(name: str, scale: str, group: int, row_scale: bool) -> StoredFormat:
     )
 
 
+def _both_int8(name: str, static: bool) -> StoredFormat:
+    return StoredFormat(
+        name=name,
+        weight=StoredTensor(("weight",), "int8"),
+        scale=StoredTensor(("weight_scale",), "float32", (1, 0)),
+        x_dtype="int8",
+        static=static,
+    )
+
+
 MXFP4, NVFP4 = "mxfp4", "nvfp4"
+W8A8, W8A8_STATIC = "w8a8_int8", "w8a8_int8_static"
 STORED_FORMATS: dict[str, StoredFormat] = {
     form.name: form
     for form in (
         *(_integers(b, g, z) for b in (4, 8) for z in (False, True) for g in (*GROUPS, 0)),
         _floats(MXFP4, "float8_e8m0fnu", 32, row_scale=False),
         _floats(NVFP4, "float8_e4m3fn", 16, row_scale=True),
+        _both_int8(W8A8, static=False),
+        _both_int8(W8A8_STATIC, static=True),
     )
 }
-"""Every format of weights alone, by its name: the package's own, then those that are admitted."""
+"""Every stored format by its name: the package's own, then those that are admitted."""
 ALIASES = {"int4": integer_format(4, 128), "int8": integer_format(8, 0)}
 """Short names that users may give for formats."""
 
@@ -280,7 +294,7 @@ def why_no_choice(quantization: str) -> str:
         return ""
     return (
         "a checkpoint says itself that it is quantized so: leave it out; weights of 16 bits can "
-        "be quantized to fp8, int4, int8 or mxfp4"
+        "be quantized to fp8, int4, int8, mxfp4 or w8a8_int8"
     )
 
 

@@ -11,7 +11,7 @@ from .experts import ExpertLinear
 from .layers import Linear, RMSNorm, rules_of
 from .models.decoder import DecoderModel
 from .parallel import TensorParallelRank
-from .quant.quantize import DUMMY_INPUT_SCALE, quantize_into
+from .quant.quantize import dummy_input_scale, quantize_into
 from .sharding import ShardRule
 
 
@@ -85,7 +85,7 @@ def _fill(
                 quantize_into(linear, weight)
         for linear in quantized.values():
             if linear.quant and linear.quant.static:
-                linear.input_scale.fill_(DUMMY_INPUT_SCALE)
+                linear.input_scale.fill_(dummy_input_scale(linear.quant))
 
 
 def _dim(shape: Sequence[int], rule: ShardRule) -> int:

@@ -98,10 +98,8 @@ class ExpertLinear(nn.Module):
                 beside["weight_zero"] = self.weight_zero
             beside |= {"weight_scale": self.weight_scale, "weight_format": self.quant.name}
             return ops.expert_linear(x, self.weight, topk_ids, **beside)
-        if self.quant.static:
-            quantized, scale = ops.quant_fp8_static(x, self.input_scale), self.input_scale
-        else:
-            quantized, scale = ops.quant_fp8_dynamic(x, self.quant.columns)
+        known = self.input_scale if self.quant.static else None
+        quantized, scale = ops.quantize_operand(x, "float8_e4m3fn", known, self.quant.columns)
         return ops.expert_linear(
             *(quantized, self.weight, topk_ids, scale, self.weight_scale, x.dtype), **beside
         )

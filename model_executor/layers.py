@@ -36,8 +36,9 @@ class Linear(nn.Module):
     """``x @ weight.T + bias``; made by the functions below, which differ in the rule only.
 
     With ``quant`` the weight is FP8 and x is quantized before the matmul, or the weight is stored
-    in an admitted format.  FP8 scales are zero until they are loaded; ``input_scale`` is there for
-    a static format alone.  With ``reduce`` the results are summed over the ranks.
+    in an admitted format, which may quantize x too.  FP8 scales are zero until they are loaded, as
+    is ``input_scale``, which is there for a static format alone.  With ``reduce`` the results are
+    summed over the ranks.
 
     ``shape`` and ``weight_rule`` are those of this rank's weight as a matrix of numbers, whatever
     it is stored as.
@@ -99,6 +100,8 @@ class Linear(nn.Module):
                 self.weight = _parameter(*shape, dtype=dtype)
             else:
                 self.register_buffer(name, torch.empty(shape, dtype=dtype, device="meta"))
+        if form.static:
+            self.register_buffer("input_scale", torch.zeros(1, 1))
 
     def gather_input(self) -> None:
         """Have an ``x_order``, [in_features] int64; loading sets it."""
@@ -125,10 +128,8 @@ class Linear(nn.Module):
             return ops.linear(x, self.weight, self.bias)
         if isinstance(self.quant, StoredFormat):
             return self._matmul_stored(x, self.quant)
-        if self.quant.static:
-            quantized, scale = ops.quant_fp8_static(x, self.input_scale), self.input_scale
-        else:
-            quantized, scale = ops.quant_fp8_dynamic(x, self.quant.columns)
+        known = self.input_scale if self.quant.static else None
+        quantized, scale = ops.quantize_operand(x, "float8_e4m3fn", known, self.quant.columns)
         return ops.linear(quantized, self.weight, self.bias, scale, self.weight_scale, x.dtype)
 
     def _matmul_stored(self, x: Tensor, form: StoredFormat) -> Tensor:
@@ -136,7 +137,8 @@ class Linear(nn.Module):
             x = x.index_select(-1, self.x_order)
         operand, scale, dtype = x, None, None
         if form.x_dtype:
-            operand, scale = ops.quant_fp8_dynamic(x, form.x_columns)
+            known = self.input_scale if form.static else None
+            operand, scale = ops.quantize_operand(x, form.x_dtype, known, form.x_columns)
             dtype = x.dtype
         zero = None if form.zero is None else self.weight_zero
         weight = (self.weight, self.bias, scale, self.weight_scale, dtype)

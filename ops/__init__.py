@@ -35,7 +35,7 @@ from .linear.kernels import LinearKernel, admit_weight_format, format_factors
 from .linear.linear import OP as LINEAR, linear
 from .norm.gated_act import GATED_ACTS, gelu_tanh_mul, silu_mul
 from .norm.norm import NORMS, rms_norm
-from .norm.quantize import QUANTIZE, quant_fp8_dynamic, quant_fp8_static
+from .norm.quantize import QUANTIZE, quant_fp8_dynamic, quant_fp8_static, quantize_operand
 from .sampling.accept_tokens import OP as ACCEPT_TOKENS, accept_tokens
 from .sampling.apply_penalties import OP as APPLY_PENALTIES, apply_penalties
 from .sampling.argmax import OP as ARGMAX, argmax
@@ -123,6 +123,7 @@ __all__ = [
     "propose_ngrams",
     "quant_fp8_dynamic",
     "quant_fp8_static",
+    "quantize_operand",
     "report_tables",
     "representative_sizes",
     "rms_norm",

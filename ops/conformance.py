@@ -77,18 +77,20 @@ def _each_tensor(rows: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
 
 
 def _bound(tensor: Tensor, op: SemanticOp, case: Case, tolerance: Tolerance) -> Tolerance:
-    """``tolerance``; for an FP8 tensor the case's own, whatever the dtype of the call."""
+    """``tolerance``; for a tensor of FP8 or int8 its own, whatever the dtype of the call."""
     found = op.tolerances if case.tolerances is None else case.tolerances
-    return found.get(tensor.dtype, tolerance) if tensor.dtype == E4M3 else tolerance
+    default = {E4M3: tolerance, torch.int8: Tolerance(0.0, 0.0)}.get(tensor.dtype)
+    return found.get(tensor.dtype, default) if default else tolerance
 
 
 def compare(actual: Tensor, expected: Tensor, tolerance: Tolerance, where: str) -> None:
-    """Raise ConformanceError unless ``actual`` is within tolerance.  Integers must be equal, and a
-    NaN never passes."""
+    """Raise ConformanceError unless ``actual`` is within tolerance.  Integers must be equal unless
+    they are int8, which are quantized values; a NaN never passes."""
     if actual.dtype != expected.dtype or actual.shape != expected.shape:
         raise ConformanceError(f"{where} is {_describe(actual)}, expected {_describe(expected)}")
     if not expected.dtype.is_floating_point:
-        bad = actual != expected
+        steps = tolerance.atol if expected.dtype == torch.int8 else 0
+        bad = (actual.long() - expected.long()).abs() > steps
     else:
         actual, expected = actual.double(), expected.double()
         # An infinite expectation has no error bound: only the same infinity equals it.

@@ -35,7 +35,7 @@ _PRODUCTS = (
     *(operator.mul, operator.imul, torch.mul, "mul", "mul_"),
     *(torch.ops.aten.mul.Tensor, torch.ops.aten.mul_.Tensor),
 )
-_ACTS = {op.overload(): key for key, op in GATED_ACTS.items() if key[1] != "static"}
+_ACTS = {op.overload(): key for key, op in GATED_ACTS.items() if key[1] in ("", "dynamic")}
 
 
 @dataclass(frozen=True)
@@ -221,6 +221,8 @@ def read_add_norm(chain: Reading, node: fx.Node) -> Read | None:
     other: Any = residual if x is chain.value else x
     if chain.residual is not None and other not in chain.totals:
         raise Miss("what it is added to is not the sum that the chain made")
+    if axes.quant.startswith("int8"):
+        raise Miss("the layer multiplies int8, for which no chain has a kernel")
     if axes.quant == "static":
         raise Miss("the layer is FP8 and its x has a static scale, for which there is no kernel")
     group = str(node.args[-1]) if axes.reduce else None

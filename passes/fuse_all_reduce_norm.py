@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..ops.norm.norm import Norm, norm_axes, with_axes
+from ..ops.norm.norm import Norm, has_axes, norm_axes, with_axes
 from .report import PassReport
 from .rule import EXACT, Context, is_call, written_between
 
@@ -79,6 +79,8 @@ def _why_not(reduce: fx.Node, norm: fx.Node | None) -> str:
         return f"{norm.name} does not normalize the sum, or adds it to itself"
     if _axes(norm).center:
         return f"{norm.name} reads its sum, for which there is no kernel over ranks"
+    if not has_axes(norm.target, reduce=True):
+        return f"{norm.name} quantizes to int8, for which there is no kernel over ranks"
     others = [reader for reader in readers if reader is not norm]
     if _axes(norm).add and others:
         return f"the sum is also read without the residual, by {others[0].name}"

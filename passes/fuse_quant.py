@@ -1,6 +1,6 @@
-"""Attaches the FP8 quantization of a result to the op that makes it: one pass a kind of producer.
+"""Attaches the quantization of a result to the op that makes it: one pass a kind of producer.
 
-``fuse_norm_quant``: ``y[, r] = [add_]rms_norm(...); q[, s] = quant_fp8_*(y, ...)`` becomes
+``fuse_norm_quant``: ``y[, r] = [add_]rms_norm(...); q[, s] = quant_*(y, ...)`` becomes
 ``q[, s][, r] = [add_]rms_norm_quant_*(...)``.  ``fuse_act_quant`` does the same to ``silu_mul`` and
 ``gelu_tanh_mul``.  ``fuse_attn_quant`` gives ``paged_attention`` a buffer of FP8 and the scale.
 The unquantized tensor is neither written nor read, and a launch is saved.
@@ -19,7 +19,7 @@ from torch import fx
 
 from ..ops.norm.gated_act import GATED_ACTS, activation_of
 from ..ops.norm.norm import norm_axes, with_axes
-from ..ops.norm.quantize import QUANTIZE
+from ..ops.norm.quantize import QUANTIZE, SCHEMES
 from .fuse_gated_linear import why_not_packed
 from .rule import EXACT, Tier, is_call, memory
 from .sites import Match, Miss, SitePass, call
@@ -49,7 +49,7 @@ class QuantNode:
 
 
 def _read(site: Callable[[QuantNode], Match | None], node: fx.Node) -> Match | None:
-    """Expected sites: every FP8 quantization of a result of one kind of producer.  ``site`` reads
+    """Expected sites: every quantization of a result of one kind of producer.  ``site`` reads
     one, or returns None if another kind made its input."""
     quant = _quantization(node)
     if quant is None or (found := site(quant)) is None:
@@ -59,12 +59,12 @@ def _read(site: Callable[[QuantNode], Match | None], node: fx.Node) -> Match | N
 
 
 def _quantization(node: fx.Node) -> QuantNode | None:
-    """The FP8 quantization that a node is."""
+    """The quantization that a node is."""
     kind = _QUANTS.get(node.target)
     if kind is None:
         return None
     outputs: tuple[fx.Node, ...] = (node,)
-    if kind == "dynamic":
+    if not SCHEMES[kind].static:
         items = [user for user in node.users if is_call(user, operator.getitem)]
         outputs = tuple(sorted(items, key=lambda item: item.args[1]))  # type: ignore[arg-type,return-value]
     return QuantNode(node, kind, node.args[0], node.args[1], outputs)
@@ -72,7 +72,7 @@ def _quantization(node: fx.Node) -> QuantNode | None:
 
 def _check_read(quant: QuantNode) -> None:
     """Raise ``Miss`` if values or scales are not taken from a dynamic quantization once each."""
-    if quant.kind == "static":
+    if SCHEMES[quant.kind].static:
         return
     whole = [user for user in quant.node.users if user not in quant.outputs]
     if whole:
@@ -215,7 +215,9 @@ def _attentions_into(out: Any) -> list[fx.Node]:
 def _why_not_attention(
     quant: QuantNode, attention: fx.Node, out: fx.Node, views: list[fx.Node]
 ) -> str:
-    if quant.kind != "static":
+    if quant.kind == "int8_static":
+        return "the kernels write FP8 or the model's dtype, not int8"
+    if not SCHEMES[quant.kind].static:
         kind = "group of 128" if quant.how else "token"
         return f"a scale a {kind} follows from values of several blocks of the kernel"
     if len(attention.args) > _OUT_SCALE and attention.args[_OUT_SCALE] is not None:

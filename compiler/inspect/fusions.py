@@ -22,7 +22,13 @@ QUANTS = ("static", "token", "group")
 """The ways to quantize activations to FP8: one scale, a scale a token, a scale a group of 128."""
 
 Pattern: TypeAlias = tuple[type[Stage], ...]
-_KINDS = {"": ((),), "static": (("FP8 static",),), "dynamic": (("FP8 token",), ("FP8 group",))}
+_KINDS = {
+    "": ((),),
+    "static": (("FP8 static",),),
+    "dynamic": (("FP8 token",), ("FP8 group",)),
+    "int8_static": (("int8 static",),),
+    "int8_dynamic": (("int8 token",), ("int8 group",)),
+}
 _BLOCKS = "the scale follows from values that several blocks of the kernel compute"
 _HIDDEN = "the norm that follows adds at no cost, while the next weights are read"
 _ROWS = "a scale a {} needs the largest value of a row, which several blocks of a linear compute"

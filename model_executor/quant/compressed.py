@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from ...config.weight_format import W8A8, W8A8_STATIC, integer_format
 from ..hf_json import HfConfig
 from . import layouts
 from .dialect import IN_16_BITS, Dialect, group_size, num_bits
@@ -26,6 +27,11 @@ _FP8_KINDS: Mapping[tuple[str, str, str], QuantKind] = {
     ("tensor", "dynamic", "token"): "fp8",
     ("channel", "dynamic", "token"): "fp8",
     ("block", "dynamic", "group"): "fp8_block",
+}
+# ("static" or "dynamic", strategy of activations), of weights with a scale a channel or for all.
+_INT8_KINDS: Mapping[tuple[str, str], QuantKind] = {
+    ("static", "tensor"): W8A8_STATIC,
+    ("dynamic", "token"): W8A8,
 }
 _IN_ORDER = (None, "weight", "static")
 """Values of ``actorder`` with which the columns of a group lie together."""
@@ -104,8 +110,8 @@ def _group(group: HfConfig, form: str) -> _Group:
         layout = of("compressed-tensors")
         return _Group(layout.target, by_name, every, layout, _note(group, layout.target))
     if kind == "int" and form in _STORED:
-        layout = _integers(weights, _STORED[form])
-        return _Group(layout.target, by_name, every, layout, _note(group, layout.target))
+        layout, reason = _integers(group, weights, _STORED[form])
+        return _Group(layout.target, by_name, every, layout, reason)
     if form not in _FP8:
         raise group.error(
             "format", form, f"one of {', '.join(f for f in _FORMATS if f != _MIXED)} for {bits} "
@@ -114,27 +120,51 @@ def _group(group: HfConfig, form: str) -> _Group:
     return _Group(_fp8_kind(group, weights), by_name, every)
 
 
+def _int8_activations(
+    group: HfConfig, bits: int, unit: tuple[int, int], symmetric: bool
+) -> tuple[str, str]:
+    """The format of weights and activations of int8, and why activations stay in 16 bits: one of
+    the two, or neither where the checkpoint does not quantize activations."""
+    activations = group.section("input_activations")
+    if activations is None:
+        return "", ""
+    when = "dynamic" if activations.flag("dynamic", False) else "static"
+    how = (activations.integer("num_bits"), activations.text("type"))
+    if how != (8, "int") or not activations.flag("symmetric", True):
+        zero = "" if activations.flag("symmetric", True) else " with zero points"
+        return "", f"of {how[0]} bits of {how[1]}{zero}"
+    if (target := _INT8_KINDS.get((when, activations.text("strategy")))) is None:
+        return "", f"with {when} scales by {activations.text('strategy')}"
+    if bits != 8 or unit[1] or not symmetric:
+        return "", f"of int8 beside weights of {integer_format(bits, unit[1], zero=not symmetric)}"
+    return target, ""
+
+
 def _note(group: HfConfig, target: str) -> str:
     """What a start says of activations that the checkpoint would have quantized."""
     there = group.section("input_activations") is not None
     return IN_16_BITS.format(f"{target} is a format of weights alone") if there else ""
 
 
-def _integers(weights: HfConfig, stored: Stored) -> Layout:
+def _integers(group: HfConfig, weights: HfConfig, stored: Stored) -> tuple[Layout, str]:
+    """The layout of a group's integers, and what a start says of its activations."""
     bits, strategy = num_bits(weights, "num_bits", 4, 8), weights.text("strategy")
     units = {"tensor": (0, 0), "channel": (1, 0)}
     if strategy == "group":
         units["group"] = (1, group_size(weights, "group_size"))
     if strategy not in units:
         raise weights.error("strategy", strategy, "tensor, channel or group")
-    order = weights.value("actorder")
-    return layouts.compressed(
+    order, symmetric = weights.value("actorder"), weights.flag("symmetric", True)
+    target, reason = _int8_activations(group, bits, units[strategy], symmetric)
+    layout = layouts.compressed(
         bits,
         units[strategy],
         stored,
-        symmetric=weights.flag("symmetric", True),
+        symmetric=symmetric,
         ordered=order not in _IN_ORDER and order is not False,
+        target=target,
     )
+    return layout, reason and IN_16_BITS.format(f"they are {reason}, for which there is no format")
 
 
 def _fp8_kind(group: HfConfig, weights: HfConfig) -> QuantKind:

@@ -106,9 +106,16 @@ def gptq(bits: int, group: int, *, symmetric: bool, version: int, ordered: bool)
 
 
 def compressed(
-    bits: int, unit: tuple[int, int], stored: Stored, *, symmetric: bool, ordered: bool
+    bits: int,
+    unit: tuple[int, int],
+    stored: Stored,
+    *,
+    symmetric: bool,
+    ordered: bool,
+    target: str = "",
 ) -> Layout:
-    """Integers of compressed-tensors, packed or a byte each; ``unit`` is that of a scale."""
+    """Integers of compressed-tensors, packed or a byte each; ``unit`` is that of a scale.
+    ``target``: another format than that of weights alone."""
     packed, least = stored == "packed", -(2 ** (bits - 1))
     if packed:
         weight = StoredTensor(("weight_packed",), "int32", packing=Packing(bits))
@@ -119,7 +126,7 @@ def compressed(
     zeros = () if not symmetric else ("weight_zero_point",)
     return Layout(
         project="compressed-tensors",
-        target=integer_format(bits, unit[1], zero=not symmetric),
+        target=target or integer_format(bits, unit[1], zero=not symmetric),
         bits=bits,
         weight=weight,
         scale=StoredTensor(("weight_scale",), "float32", unit),

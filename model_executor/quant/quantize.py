@@ -22,9 +22,15 @@ from .scheme import BLOCK, QuantFormat
 _CHUNK = 1 << 20
 _SMALLEST = 1e-12
 """Taken as the largest value where all are zero, so that no scale is zero."""
-DUMMY_INPUT_SCALE = 16 / E4M3_MAX
-"""Static input scale of models with random weights: it represents activations up to 16.  Normed
-activations, and gated products with weights of a standard deviation of 0.02, stay below."""
+_DUMMY_INPUT = 16.0
+"""What static input scales of models with random weights represent.  Normed activations, and gated
+products with weights of a standard deviation of 0.02, stay below."""
+
+
+def dummy_input_scale(quant: QuantFormat | StoredFormat) -> float:
+    """The static input scale of a layer with random weights."""
+    is_int8 = isinstance(quant, StoredFormat) and quant.x_dtype == "int8"
+    return _DUMMY_INPUT / (127 if is_int8 else E4M3_MAX)
 
 
 def quantize_into(linear: Quantizable, weight: Tensor) -> None:

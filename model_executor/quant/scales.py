@@ -90,23 +90,24 @@ def scale_slots(
             kv_scale = getattr(modules.get(attention), "kv_scale", None)
             if kv_scale is not None:
                 yield _kv_slot(name, target, layer, f"{attention}.kv_scale", rank, world)
-        if not isinstance(layer.quant, QuantFormat) or online:
-            continue  # the scales of stored formats are read like weights
-        if layer.quant.static:
-            own = f"weight_scale{target.share}"
-            for buffer, kinds in ((own, WEIGHT_SCALES), ("input_scale", INPUT_SCALES)):
-                yield ScaleSlot(
-                    tuple(f"{name}.{kind}" for kind in kinds),
-                    f"{name}.weight",
-                    f"{target.module}.{buffer}",
-                    (1, 1),
-                    largest=True,
-                    # The scale of an input is that of all experts, on every rank.
-                    elsewhere=elsewhere and buffer == own,
-                )
+        quant = layer.quant
+        if quant is None or online:
+            continue
+        if quant.static:  # of an input it is the scale of all experts, on every rank
+            yield _whole_slot(name, target, INPUT_SCALES, "input_scale")
+        if not isinstance(quant, QuantFormat):
+            continue  # the scales of stored weights are read like weights
+        if quant.rows:
+            slot = _weight_slot(name, target, layer, quant, rank, world)
         else:
-            slot = _weight_slot(name, target, layer, layer.quant, rank, world)
-            yield replace(slot, elsewhere=elsewhere)
+            slot = _whole_slot(name, target, WEIGHT_SCALES, f"weight_scale{target.share}")
+        yield replace(slot, elsewhere=elsewhere)
+
+
+def _whole_slot(name: str, target: ModulePart, kinds: tuple[str, ...], buffer: str) -> ScaleSlot:
+    names = tuple(f"{name}.{kind}" for kind in kinds)
+    where = f"{target.module}.{buffer}"
+    return ScaleSlot(names, f"{name}.weight", where, (1, 1), largest=True)
 
 
 def _weight_slot(

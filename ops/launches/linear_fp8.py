@@ -1,4 +1,4 @@
-"""Describes the launch of the tiled FP8 GEMM.
+"""Describes the launch of the tiled GEMM of FP8 or int8.
 
 Tiles follow from rows and columns as measured, splits from a rule.
 """
@@ -94,6 +94,14 @@ def splits_of(tile: Tile, m: int, n: int, k: int) -> int:
     return max(min(num_sms(torch.device("meta")) * tile.an_sm // tiles, most), 1)
 
 
+def _row_stride(scheme: str, x_scale: Tensor, m: int) -> int:
+    """Steps to the next row's scale: none if all rows share one.  That of a single row is
+    arbitrary: 1, as if there were more rows."""
+    if scheme == "token" and x_scale.shape[0] < m:
+        return 0
+    return x_scale.stride(0) if m > 1 else 1
+
+
 def linear_fp8(
     scheme: str,
     x: Tensor,
@@ -105,7 +113,8 @@ def linear_fp8(
     *,
     invariant: bool = False,
 ) -> Launches[Tensor]:
-    """``scheme``: "tensor", "token" or "block", which the shapes of the scales are of.
+    """``scheme``: "tensor", "token" or "block", which the shapes of the scales are of; x of "token"
+    may have one scale for all rows.
     ``invariant``: a row has the same bits whatever the other rows are."""
     n, k = weight.shape
     x, weight = dense_rows(x), dense_rows(weight)
@@ -117,7 +126,8 @@ def linear_fp8(
     arrived, partial = counters(x.device), None  # asked for always: a capture may come next
     if splits > 1:
         numel = tiles * splits * tile.rows * tile.columns
-        partial = torch.empty(numel, dtype=torch.float32, device=x.device)
+        sums = torch.int32 if x.dtype == torch.int8 else torch.float32
+        partial = torch.empty(numel, dtype=sums, device=x.device)
     launch = Launch(
         kernel="linear_fp8:_linear_fp8_kernel",
         grid=(tiles * splits,),
@@ -125,8 +135,7 @@ def linear_fp8(
             "x_ptr": x,
             "x_stride": x.stride(0),
             "x_scale_ptr": x_scale,
-            # The stride of a single row is arbitrary: pass 1, as if there were more rows.
-            "x_scale_row_stride": x_scale.stride(0) if m > 1 else 1,
+            "x_scale_row_stride": _row_stride(scheme, x_scale, m),
             "x_scale_group_stride": x_scale.stride(1),
             "weight_ptr": weight,
             "weight_stride": weight.stride(0),

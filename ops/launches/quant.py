@@ -1,4 +1,4 @@
-"""Describes the launches of FP8 quantization, by itself or after a norm or a gated activation.
+"""Describes the launches of quantization to FP8 or int8, alone or after a norm or an activation.
 
 A scheme is a static scale [1, 1], or the number of columns that share a dynamic scale; 0 means a
 scale for each row.  Each function returns launches, and the tensors that they will write.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.counters import zeros_between_launches
 from ..core.device_table import num_sms
-from ..core.float8 import E4M3
+from ..core.float8 import E4M3, E4M3_MAX
 from ..core.launch import Launch, Launches
 from ..core.tiles import cdiv, dense_rows, next_power_of_2
 from .norm import check as check_norm, row_tile
@@ -37,15 +37,18 @@ GROUP = 128
 WHOLE_ROW = 0
 """Stands for the width of a row in place of a number of columns: each token has one scale."""
 
+LARGEST = {E4M3: E4M3_MAX, torch.int8: 127.0}
+"""The dtypes of quantized values, and what the largest magnitude of a scale's group becomes."""
+
 Scheme: TypeAlias = Tensor | int
 Quantized: TypeAlias = tuple[Tensor, ...]
 """(q,), or with dynamic scales (q, scale)."""
 
 
-def empty_results(x: Tensor, width: int, scheme: Scheme) -> Quantized:
+def empty_results(x: Tensor, width: int, scheme: Scheme, dtype: torch.dtype = E4M3) -> Quantized:
     """Empty results of ``width`` columns.  Scales are column-major, as GEMMs read them."""
     rows = x.shape[0]
-    q = x.new_empty((rows, width), dtype=E4M3)
+    q = x.new_empty((rows, width), dtype=dtype)
     if isinstance(scheme, Tensor):
         return (q,)
     groups = width // scheme if scheme else 1
@@ -61,11 +64,13 @@ def _group(scheme: Scheme, block: int) -> int:
     return 0 if isinstance(scheme, Tensor) else scheme or block
 
 
-def quantize(x: Tensor, scheme: Scheme, activation: str = "none") -> Launches[Quantized]:
+def quantize(
+    x: Tensor, scheme: Scheme, activation: str = "none", dtype: torch.dtype = E4M3
+) -> Launches[Quantized]:
     """``x``, or the gated activation of x = gate | up, quantized."""
     x = dense_rows(x)
     rows, width = x.shape[0], x.shape[1] if activation == "none" else x.shape[1] // 2
-    results = empty_results(x, width, scheme)
+    results = empty_results(x, width, scheme, dtype)
     if not isinstance(scheme, Tensor) and scheme == 0 and x.device.type != "cpu":
         # Allocated even if these rows are not split: the next call may be captured.
         state = _split_state(x.device)
@@ -142,14 +147,19 @@ def _quantize_split(
 
 
 def norm_quantize(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, scheme: Scheme
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    scheme: Scheme,
+    dtype: torch.dtype = E4M3,
 ) -> Launches[Quantized]:
     """The norm of ``x [+ residual]``, quantized; with a residual, the sum comes last."""
     check_norm(x, residual, weight)
     x = dense_rows(x)
     rows, hidden = x.shape
     added = None if residual is None else dense_rows(residual)
-    results = empty_results(x, hidden, scheme)
+    results = empty_results(x, hidden, scheme, dtype)
     total = None if added is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     # The tile of the unfused kernel: a sum in another order could round to other bits.
     tile, num_warps = row_tile(x, rows, added is not None)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...config.weight_format import STORED_FORMATS
+from ...config.weight_format import STORED_FORMATS, W8A8, W8A8_STATIC
 from ..core.desc import Case, Draw, Tolerance, drawn
 from ..core.float8 import E4M3
 from ..core.tiles import cdiv
@@ -151,12 +151,38 @@ def _low_bit_cases(draw: Draw) -> Iterator[Case]:
     yield call("mxfp4", 7, 72, 288)
     yield call("nvfp4", 33, 64, 208, bias=True)
     yield call("mxfp4", 0, 16, 64, "silu")
+    yield from _int8_cases(draw)
     if draw.device.type == "cuda":  # a model's sizes, which take splits
         for m in (1, 8, 24, 64, 128, 300):
             yield call("int4_g128", m, 2 * 1536, 4096, "silu")
             yield call("int4_zero_g32", m, 1024, 4096)
             yield call("mxfp4", m, 1024, 2880)
             yield call("int8_channel", m, 1024, 4096)
+
+
+def _int8_cases(draw: Draw) -> Iterator[Case]:
+    def call(
+        name: str, m: int, n: int, k: int, activation: str | None = None, bias: bool = False
+    ) -> Case:
+        tensors = quantize(STORED_FORMATS[name], draw.randn(n, k) * k**-0.5)
+        x = (draw.randn(m, k) * 40).round().clamp(-128, 127).to(torch.int8)
+        x_scale = (0.5 + draw.rand(1 if STORED_FORMATS[name].static else m, 1)) / 40
+        args = (
+            *(x, tensors["weight"], draw.randn(n).to(draw.dtype) if bias else None),
+            *(x_scale, tensors["weight_scale"], draw.dtype, activation, None, None, name),
+        )
+        label = f"{name}, {m} rows of {k}" + (f", {activation}" if activation else "")
+        return Case(label, args, _tolerances(activation, False))
+
+    yield call(W8A8, 1, 80, 512)
+    yield call(W8A8, 40, 144, 384, bias=True)
+    yield call(W8A8, 19, 2 * 37, 77, "silu")
+    yield call(W8A8_STATIC, 33, 64, 208, bias=True)
+    yield call(W8A8_STATIC, 1, 48, 100, "relu2")
+    yield call(W8A8, 0, 16, 64)
+    if draw.device.type == "cuda":  # a model's sizes, which take splits
+        for m in (1, 8, 24, 64, 128, 300):
+            yield call(W8A8, m, 1024, 4096)
 
 
 PLAIN = {

@@ -53,7 +53,7 @@ class WeightFormat:
     @classmethod
     def of(cls, stored: StoredFormat) -> WeightFormat:
         """The format of weights that are stored so."""
-        x_scale = (1, stored.x_columns) if stored.x_dtype else None
+        x_scale = (0 if stored.static else 1, stored.x_columns) if stored.x_dtype else None
         return cls(stored.name, dtype_of(stored.weight), x_scale, stored.scale.unit, stored)
 
     @property
@@ -144,7 +144,8 @@ def _check_x(stored: StoredFormat, x: Any, x_scale: Any) -> None:
                 "floating-point dtype without: the weight alone is quantized"
             )
         return
-    shape = (x.shape[0], cdiv(x.shape[-1], stored.x_columns) if stored.x_columns else 1)
+    columns = cdiv(x.shape[-1], stored.x_columns) if stored.x_columns else 1
+    shape = (1 if stored.static else x.shape[0], columns)
     if (
         x.dtype != getattr(torch, stored.x_dtype)
         or x_scale is None

@@ -94,6 +94,25 @@ def _algorithm(desc: LinearDesc, rows: int, target: Target) -> str:
     return f"algorithm of {found[0].file}" if found else ""
 
 
+def why_not_int8(desc: LinearDesc) -> str:
+    """Why the kernels that multiply int8 do not serve a layer, or an empty string."""
+    stored = desc.format.stored
+    if stored is None or stored.x_dtype != "int8" or stored.x_columns:
+        return "x is not int8 with one scale a row"
+    weight, scale = stored.weight, stored.scale
+    if (weight.dtype, weight.packing, weight.transposed) != ("int8", None, False):
+        return f"the weight is of {weight.dtype}, expected int8 in rows"
+    if scale.unit != (1, 0) or scale.dtype != "float32" or stored.zero or stored.row_scale:
+        return "expected a float32 scale for each row of the weight, and no zero points"
+    if stored.values or stored.offset or desc.groups > 1 or desc.prologue or desc.add:
+        return "multiplies and adds a bias, nothing else"
+    return ""
+
+
+def _int8_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
+    return "on cpu, not CUDA" if target.device.type == "cpu" else why_not_int8(desc)
+
+
 def _tiled_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
     if desc.format.stored:
         return _STORED
@@ -108,11 +127,11 @@ def _tiled_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
 def plan_tiled(*args: Any, invariant: bool = False) -> Launches[Tensor]:
     """The launch of the tiled Triton kernel, without an epilogue.  ``invariant``: a row has the
     same bits whatever the other rows are."""
-    x, weight, bias, x_scale, weight_scale, out_dtype, *_ = args
+    x, weight, bias, x_scale, weight_scale, *_ = args
     if x_scale is None or weight_scale is None:
         return tiled.linear(x, weight, bias, invariant=invariant)
-    desc = describe_call((x, weight, bias, x_scale, weight_scale, out_dtype, None, None))[0]
-    scheme = desc.weight_format.removeprefix("fp8 ")
+    desc = describe_call(args)[0]
+    scheme = "token" if desc.format.stored else desc.weight_format.removeprefix("fp8 ")
     return tiled_fp8.linear_fp8(
         scheme, x, x_scale, weight, weight_scale, bias, desc.dtype, invariant=invariant
     )
@@ -233,6 +252,9 @@ ALGORITHM = LinearKernel(
 TILED = LinearKernel(
     "_linear_fp8_kernel", _tiled_refuses, run_launches(plan_tiled), plan_tiled, scaled=True
 )
+INT8 = LinearKernel(
+    "_linear_fp8_kernel of int8", _int8_refuses, run_launches(plan_tiled), plan_tiled, scaled=True
+)
 ACTIVATING = LinearKernel(
     "cuBLASLt with activation", _activating_refuses, _run_activating, fuses=True
 )
@@ -256,7 +278,7 @@ DEQUANTIZING = LinearKernel("dequantize, cuBLAS", _dequantizing_refuses, _run_de
 
 KERNELS = (
     *(STREAM, CLUSTER, ALGORITHM, TILED, ACTIVATING, LIBRARY),
-    *(LOW_BIT, LOW_BIT_ONCE, DEQUANTIZING),
+    *(INT8, LOW_BIT, LOW_BIT_ONCE, DEQUANTIZING),
 )
 """Every kernel in order of preference: the first that does not refuse is chosen."""
 WITHOUT_CSRC = KERNELS[2:]

@@ -30,12 +30,14 @@ from . import lowbit
 from .cases import PLAIN, cases
 from .desc import LinearArgs, LinearDesc, columns_of, describe
 from .kernels import (
+    INT8,
     KERNELS,
     LIBRARY,
     LOW_BIT,
     STREAM,
     WITHOUT_CSRC,
     Gemm,
+    LinearKernel,
     chooser,
     kernels_of,
     library,
@@ -44,6 +46,7 @@ from .kernels import (
     plan_epilogue,
     plan_tiled,
     runner,
+    why_not_int8,
 )
 
 
@@ -64,8 +67,8 @@ def linear(
     """A linear layer with float32 accumulation; then its activation and quantization, if given.
 
     Args:
-        x: [..., in_features], floating point; or [num_tokens, in_features] float8_e4m3fn, which
-            stands for ``x * x_scale``.
+        x: [..., in_features], floating point; or [num_tokens, in_features] float8_e4m3fn or, of a
+            ``weight_format`` that says so, int8, which stand for ``x * x_scale``.
         weight: [out_features, in_features], same dtype.
         bias: [out_features] of the dtype of the sums, or None.
         x_scale: of FP8, float32: [1, 1]; [num_tokens, 1]; or [num_tokens, in_features / 128], one
@@ -139,7 +142,7 @@ def _choices_of_admitted(*args: Any) -> tuple[Choice, ...]:
 
 def _plan_tiled(*args: Any, invariant: bool = False) -> Launches[Tensor]:
     describe(*args)
-    if LinearArgs(*args).weight_format is not None:
+    if LinearArgs(*args).weight_format is not None and why_not_int8(describe(*args)):
         return lowbit.plan_tiled(*args, invariant=invariant)
     launches, y = plan_tiled(*args, invariant=invariant)
     more, y = plan_epilogue(y, *LinearArgs(*args).epilogue)
@@ -173,7 +176,7 @@ def _supports(
             return str(error)
         if desc.format.stored and not stored:
             return f"the weight is stored as {desc.weight_format!r}, an admitted format"
-        if desc.format.quantizes_x and (reason := refuses_device(call)):
+        if reason := refuses_device(call, call["x"].dtype):
             return reason
         return why_not(desc, call)
 
@@ -197,18 +200,24 @@ def _own_kernel(desc: LinearDesc) -> str:
     return f"{kernels[0].name} is admitted for {desc.weight_format!r}" if kernels else ""
 
 
+def _stored_kernel(desc: LinearDesc) -> LinearKernel:
+    """The kernel of the table that is for weights stored like this one's, for few rows."""
+    return LOW_BIT if why_not_int8(desc) else INT8
+
+
 def _low_bit_refuses(desc: LinearDesc, call: OpDesc) -> str:
-    """It is for the table's kernels of low-bit weights; those of a format go before them."""
-    return LOW_BIT.refuses(desc, 1, Target.of(call)) or _own_kernel(desc)
+    """It is for the table's kernels of stored weights; those of a format go before them."""
+    return _stored_kernel(desc).refuses(desc, 1, Target.of(call)) or _own_kernel(desc)
 
 
 def _tiled_refuses(desc: LinearDesc, call: OpDesc) -> str:
-    return lowbit.why_not_read(desc) if desc.format.stored else ""
+    return why_not_int8(desc) and lowbit.why_not_read(desc) if desc.format.stored else ""
 
 
 def _native_refuses(desc: LinearDesc, call: OpDesc) -> str:
     if desc.format.stored:
-        serves = "" if _low_bit_refuses(desc, call) else f"{LOW_BIT.name} reads such weights"
+        name = _stored_kernel(desc).name
+        serves = "" if _low_bit_refuses(desc, call) else f"{name} reads such weights"
         return _own_kernel(desc) or serves
     return "FP8 operands: scaled_mm multiplies them" if desc.format.scaled else ""
 

@@ -1,4 +1,4 @@
-"""The gated activations: ``silu_mul | gelu_tanh_mul [_quant_static | _quant_dynamic]``.
+"""The gated activations: ``silu_mul | gelu_tanh_mul``, alone or with ``_quant_`` and a scheme.
 
 ``GATED_ACTS`` has the op of each activation and kind of quantization.  All compute
 ``act(gate) * up`` in float32 and round it once; those that quantize take one packed tensor without

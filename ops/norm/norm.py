@@ -1,15 +1,14 @@
-"""The norms: ``[all_reduce_][add_]rms_norm[_quant_static | _quant_dynamic]`` and
-``[add_]layer_norm``, by axes.
+"""The norms: ``[all_reduce_][add_]rms_norm[_quant_SCHEME]`` and ``[add_]layer_norm``, by axes.
 
 ``Norm`` is a combination of the axes, and ``NORMS`` has the op of each.  An op computes, in this
 order, the sum over ranks of x, the sum with the residual, RMSNorm (Zhang and Sennrich, 2019, eq. 4)
-or layer normalization (Ba et al., 2016, eq. 4), and its quantization to FP8.  Every step rounds as
-the op of that step alone, so passes that attach a step to a norm change no bit.  Models call
-``rms_norm``; layer norms are raised by ``canonicalize_norm``.
+or layer normalization (Ba et al., 2016, eq. 4), and its quantization to FP8 or int8.
+Every step rounds as the op of that step alone, so passes that attach a step to a norm change no
+bit.  Models call ``rms_norm``; layer norms are raised by ``canonicalize_norm``.
 
 Arguments: x, [residual,] weight, eps, weight_offset | bias | scale | group_size[, group_name].
-Results: the norm, or its FP8 values [and scales]; then the last sum, if the op makes one: the next
-residual.
+Results: the norm, or its quantized values [and scales]; then the last sum, if the op makes one: the
+next residual.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from ..collective.all_reduce import (
 from ..collective.peer_memory import LIBRARY
 from ..core.choice import Choice, Kernel, launched
 from ..core.desc import TOLERANCES, Case, Cost, OpDesc
+from ..core.float8 import E4M3
 from ..core.launch import Launch, run_launches
 from ..core.op import Implementation, SemanticOp, on_gpu, parameter, signed, triton
 from ..launches import norm as plans
@@ -134,7 +134,7 @@ def definition(axes: Norm, *args: Any) -> Any:
         total = x = (x + residual).contiguous()
     weight, eps, *how = rest
     if axes.quant:
-        made = finish(rms_norm_native(x, weight, eps), how[0])
+        made = finish(rms_norm_native(x, weight, eps), how[0], SCHEMES[axes.quant].dtype)
     else:
         made = ((layer_norm_native if axes.center else rms_norm_native)(x, weight, eps, *how),)
     return alone_or_all(made if total is None else (*made, total))
@@ -150,7 +150,7 @@ def _fake(axes: Norm, *args: Any) -> Any:
     made: tuple[Tensor, ...] = (total,)
     if axes.quant:
         check(x, rest[-1])
-        made = empty_results(x, x.shape[1], rest[-1])
+        made = empty_results(x, x.shape[1], rest[-1], SCHEMES[axes.quant].dtype)
     elif axes.sums:
         made = (torch.empty_like(total),)
     return alone_or_all((*made, total) if axes.sums else made)
@@ -160,7 +160,7 @@ def _launches(axes: Norm, x: Tensor, *rest: Any) -> tuple[list[Launch], Any]:
     residual, rest = (rest[0], rest[1:]) if axes.add else (None, rest)
     if axes.quant:
         check(x, rest[-1])
-        planned, results = norm_quantize(x, residual, *rest)
+        planned, results = norm_quantize(x, residual, *rest, SCHEMES[axes.quant].dtype)
     else:
         planned, results = plans.norm(x, residual, *rest, center=axes.center)
     return planned, alone_or_all(results)
@@ -289,7 +289,8 @@ def _cost(axes: Norm, desc: OpDesc) -> Cost:
 def _supports(axes: Norm, desc: OpDesc) -> str:
     width = desc["x"].shape[-1]
     if axes.quant:
-        return too_wide_for(SCHEMES[axes.quant], width, _MAX_HIDDEN) or refuses_device(desc)
+        how = SCHEMES[axes.quant]
+        return too_wide_for(how, width, _MAX_HIDDEN) or refuses_device(desc, how.dtype)
     return plans.too_wide(width)
 
 
@@ -317,7 +318,7 @@ def _op(axes: Norm) -> SemanticOp:
         return definition(axes, *args)
 
     def native_supports(desc: OpDesc) -> str:
-        return refuses_device(desc) if axes.quant else ""
+        return refuses_device(desc, SCHEMES[axes.quant].dtype) if axes.quant else ""
 
     native = Implementation("native", reference, native_supports, inline=not axes.reduce)
     summed = (
@@ -350,8 +351,11 @@ def _op(axes: Norm) -> SemanticOp:
     )
 
 
+_FP8 = tuple(quant for quant, how in SCHEMES.items() if how.dtype == E4M3)
 _AXES = (
-    *(Norm(*point) for point in product((False, True), (False, True), ("", *SCHEMES))),
+    *(Norm(False, add, quant) for add, quant in product((False, True), ("", *SCHEMES))),
+    # The kernel that sums over ranks writes FP8 alone.
+    *(Norm(True, add, quant) for add, quant in product((False, True), ("", *_FP8))),
     *(Norm(add=add, center=True) for add in (False, True)),
 )
 NORMS = {axes: _op(axes) for axes in _AXES}
@@ -362,6 +366,11 @@ _POINTS = {op.overload(): axes for axes, op in NORMS.items()}
 def norm_axes(target: Any) -> Norm | None:
     """The axes of a norm by its dispatcher op ``fw::name``; None for anything else."""
     return _POINTS.get(target)
+
+
+def has_axes(target: Any, **changes: Any) -> bool:
+    """Whether there is an op that does what the norm ``target`` does, with these axes changed."""
+    return replace(_POINTS[target], **changes) in NORMS
 
 
 def with_axes(target: Any, **changes: Any) -> Any:

@@ -1,15 +1,16 @@
-"""``quant_fp8_static`` and ``quant_fp8_dynamic`` quantize to FP8, and other ops do so last.
+"""``quant_fp8_*`` and ``quant_int8_*`` quantize to FP8 and int8, and other ops do so last.
 
-How is an axis of these ops, ``SCHEMES``: by a static scale, [1, 1] float32, or by scales found in
-the data, for groups of a row of a given size: 0 for the whole row, or 128.  An op that quantizes
-its result takes that scale or size as its last argument; its values and scales come first.
+How is an axis of these ops, ``SCHEMES``: to FP8 or int8, by a static scale, [1, 1] float32, or by
+scales found in the data, for groups of a row of a given size: 0 for the whole row, or 128.  An op
+that quantizes its result takes that scale or size as its last argument; its values and scales come
+first.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,10 +28,10 @@ from ..core.desc import (
     Tolerance,
     drawn,
 )
-from ..core.float8 import E4M3, E4M3_MAX
+from ..core.float8 import E4M3
 from ..core.launch import Launches
 from ..core.op import Implementation, SemanticOp, parameter, signed, triton
-from ..launches.quant import GROUP, Scheme, empty_results, quantize as plan_quantize
+from ..launches.quant import GROUP, LARGEST, Scheme, empty_results, quantize as plan_quantize
 
 
 @dataclass(frozen=True)
@@ -42,55 +43,74 @@ class Quant:
         results: how many tensors are made: values alone, or with their scales.
         flops: operations an element.
         max_width: the most columns that a program of the kernel holds.
+        dtype: of the values: float8_e4m3fn or int8.
     """
 
     parameter: inspect.Parameter
     results: int
     flops: int
     max_width: int
+    dtype: torch.dtype = E4M3
+
+    @property
+    def static(self) -> bool:
+        """Whether the scale is known before the data."""
+        return self.results == 1
 
     def owns(self, scheme: Scheme) -> bool:
-        return isinstance(scheme, Tensor) == (self.results == 1)
+        return isinstance(scheme, Tensor) == self.static
 
 
+_STATIC = Quant(parameter("scale", Tensor), results=1, flops=1, max_width=1 << 30)
+_DYNAMIC = Quant(parameter("group_size", int), results=2, flops=2, max_width=1 << 15)
 SCHEMES = {
-    "static": Quant(parameter("scale", Tensor), results=1, flops=1, max_width=1 << 30),
-    "dynamic": Quant(parameter("group_size", int), results=2, flops=2, max_width=1 << 15),
+    "static": _STATIC,
+    "dynamic": _DYNAMIC,
+    "int8_static": replace(_STATIC, dtype=torch.int8),
+    "int8_dynamic": replace(_DYNAMIC, dtype=torch.int8),
 }
 """The axis "quantization" of every op that has it, where "" is none."""
 
-ONE_STEP = {**TOLERANCES, E4M3: Tolerance(2.0**-9, 2.0**-3)}
+ONE_STEP = {**TOLERANCES, E4M3: Tolerance(2.0**-9, 2.0**-3), torch.int8: Tolerance(2.0, 0.0)}
 """Tolerances of ops whose values may differ by a rounding before quantization, which may then give
-the next FP8 value."""
+the next FP8 value, or the next two of int8: a step of bfloat16 is one of its 127."""
 _FIRST_FP8_SM = 89
 # The scale of a row of zeros must have an inverse.
 _LEAST_MAGNITUDE = 2.0**-64
 
 
-def quantize_static(x: Tensor, scale: Tensor) -> Tensor:
-    """``x * (1 / scale)`` in float32, rounded to the nearest e4m3, saturated; NaN stays NaN."""
+def quantize_static(x: Tensor, scale: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
+    """``x * (1 / scale)`` in float32, rounded to the nearest e4m3 or int8, ties to even, saturated;
+    NaN stays NaN in e4m3 and becomes 0 in int8."""
     check(x, scale)
-    return _to_e4m3(x.float() * scale.reciprocal())
+    return _rounded(x.float() * scale.reciprocal(), dtype)
 
 
-def quantize_dynamic(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
-    """``quantize_static`` of each group by a scale of its own: its largest magnitude * (1 / 448).
+def quantize_dynamic(
+    x: Tensor, group_size: int, dtype: torch.dtype = E4M3
+) -> tuple[Tensor, Tensor]:
+    """``quantize_static`` of each group by a scale of its own: its largest magnitude * (1 / 448),
+    for int8 * (1 / 127).
 
     The scales are [num_tokens, groups], column-major: consecutive in the tokens.  A group of zeros
-    has a tiny scale.  A NaN or an infinity becomes its group's scale, after which no value of the
-    group is finite.
+    has a tiny scale.  A NaN or an infinity becomes its group's scale, after which no product of the
+    group's values with it is finite.
     """
     check(x, group_size)
     size = group_size or x.shape[1]
     groups = x.unflatten(1, (x.shape[1] // size, size))
     largest = groups.abs().amax(-1).float().clamp(min=_LEAST_MAGNITUDE)
-    scale = largest * (1.0 / E4M3_MAX)
-    q = _to_e4m3((groups.float() * scale.reciprocal().unsqueeze(-1)).flatten(1))
+    scale = largest * (1.0 / LARGEST[dtype])
+    q = _rounded((groups.float() * scale.reciprocal().unsqueeze(-1)).flatten(1), dtype)
     return q, scale.t().contiguous().t()
 
 
-def _to_e4m3(scaled: Tensor) -> Tensor:
-    return scaled.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).contiguous()
+def _rounded(scaled: Tensor, dtype: torch.dtype) -> Tensor:
+    largest = LARGEST[dtype]
+    if dtype == torch.int8:
+        scaled = scaled.nan_to_num(0.0, largest, -largest - 1).round()
+        return scaled.clamp(-largest - 1, largest).to(dtype).contiguous()
+    return scaled.clamp(-largest, largest).to(dtype).contiguous()
 
 
 def check(x: Tensor, scheme: Scheme, parts: int = 1) -> None:
@@ -114,13 +134,13 @@ def check(x: Tensor, scheme: Scheme, parts: int = 1) -> None:
         raise ValueError(f"{width} columns, expected a multiple of group_size {scheme}")
 
 
-def finish(y: Tensor, scheme: Scheme | None) -> tuple[Tensor, ...]:
+def finish(y: Tensor, scheme: Scheme | None, dtype: torch.dtype = E4M3) -> tuple[Tensor, ...]:
     """The last step of a definition: quantize ``y`` by ``scheme``, or return it unchanged."""
     if scheme is None:
         return (y,)
     if isinstance(scheme, Tensor):
-        return (quantize_static(y, scheme),)
-    return quantize_dynamic(y, scheme)
+        return (quantize_static(y, scheme, dtype),)
+    return quantize_dynamic(y, scheme, dtype)
 
 
 def alone_or_all(results: tuple[Tensor, ...]) -> Any:
@@ -153,9 +173,9 @@ def schemes(
             yield "static" if isinstance(scheme, Tensor) else f"group {scheme}", scheme
 
 
-def refuses_device(desc: OpDesc) -> str:
-    """Why FP8 does not run on the call's device; "" if it does."""
-    if desc.device == "cuda" and 0 < desc.sm < _FIRST_FP8_SM:
+def refuses_device(desc: OpDesc, dtype: torch.dtype = E4M3) -> str:
+    """Why values of a dtype do not run on the call's device; "" if they do, as int8 does on all."""
+    if dtype == E4M3 and desc.device == "cuda" and 0 < desc.sm < _FIRST_FP8_SM:
         return (
             f"{desc.op}: FP8 came with SM {_FIRST_FP8_SM / 10} (Ada, Hopper), this GPU is SM "
             f"{desc.sm / 10}"
@@ -178,19 +198,22 @@ def quantizing_op(
     how, parts = SCHEMES[quant], 1 if activation == "none" else 2
 
     def reference(x: Tensor, scheme: Scheme) -> Any:
-        return alone_or_all(finish(before(x), scheme))
+        return alone_or_all(finish(before(x), scheme, how.dtype))
 
     def fake(x: Tensor, scheme: Scheme) -> Any:
         check(x, scheme, parts)
-        return alone_or_all(empty_results(x, x.shape[1] // parts, scheme))
+        return alone_or_all(empty_results(x, x.shape[1] // parts, scheme, how.dtype))
 
     def launches(x: Tensor, scheme: Scheme) -> Launches[Any]:
         check(x, scheme, parts)
-        planned, results = plan_quantize(x, scheme, activation)
+        planned, results = plan_quantize(x, scheme, activation, how.dtype)
         return planned, alone_or_all(results)
 
     def supports(desc: OpDesc) -> str:
-        return too_wide_for(how, desc["x"].shape[1] // parts) or refuses_device(desc)
+        return too_wide_for(how, desc["x"].shape[1] // parts) or native_supports(desc)
+
+    def native_supports(desc: OpDesc) -> str:
+        return refuses_device(desc, how.dtype)
 
     return SemanticOp(
         name=name,
@@ -200,7 +223,7 @@ def quantizing_op(
         cost=lambda desc: quantizing_cost(desc, desc["x"].shape[1] // parts, flops + how.flops),
         implementations=(
             triton(launches, supports),
-            Implementation("native", reference, refuses_device, inline=True),
+            Implementation("native", reference, native_supports, inline=True),
         ),
         tolerances=tolerances,
     )
@@ -241,6 +264,26 @@ def quant_fp8_dynamic(x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     return torch.ops.fw.quant_fp8_dynamic.default(x, group_size)  # type: ignore[no-any-return]
 
 
+def quantize_operand(
+    x: Tensor, dtype: str, scale: Tensor | None, group_size: int
+) -> tuple[Tensor, Tensor]:
+    """Quantize what a linear layer multiplies.
+
+    Args:
+        x: [num_tokens, columns], floating point.
+        dtype: "float8_e4m3fn" or "int8".
+        scale: [1, 1] float32; None finds a scale for each row, or for each ``group_size`` columns
+            of it, where that is not 0.
+
+    Returns:
+        (q, scale): as ``quant_fp8_static`` and ``quant_fp8_dynamic`` give them; of int8, values are
+        saturated at -128 and 127, a NaN becomes 0, and the largest magnitude of a row becomes 127.
+    """
+    kind = f"{_OPS[dtype]}_{'dynamic' if scale is None else 'static'}"
+    op = getattr(torch.ops.fw, kind).default
+    return op(x, group_size) if scale is None else (op(x, scale), scale)
+
+
 def _cases(quant: str) -> Cases:
     @drawn
     def cases(draw: Draw) -> Iterator[Case]:
@@ -264,8 +307,15 @@ def _cases(quant: str) -> Cases:
     return cases
 
 
+_OPS = {"float8_e4m3fn": "quant_fp8", "int8": "quant_int8"}
+
+
+def _name(quant: str) -> str:
+    """The name of the op alone; in those of ops that quantize last, FP8 is not named."""
+    return f"quant_{quant}" if SCHEMES[quant].dtype == torch.int8 else f"quant_fp8_{quant}"
+
+
 QUANTIZE = {
-    quant: quantizing_op(f"quant_fp8_{quant}", quant, _cases(quant), tolerances=EXACT)
-    for quant in SCHEMES
+    quant: quantizing_op(_name(quant), quant, _cases(quant), tolerances=EXACT) for quant in SCHEMES
 }
 """The op of each kind of quantization."""

@@ -92,6 +92,8 @@ def _compare_run(
             bound = (case.tolerances or op.tolerances).get(E4M3, tolerance)
         elif not got.dtype.is_floating_point:
             bound = Tolerance(0.0, 0.0)
+            if got.dtype == torch.int8:
+                bound = (case.tolerances or op.tolerances).get(torch.int8, bound)
         place = f"output {name}" if isinstance(name, int) else f"argument {name}"
         where = f"{op.name}, case {case.label!r}, {place}"
         _compare(decode(got), want, bound, where, fp8=got.dtype == E4M3)

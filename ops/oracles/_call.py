@@ -22,10 +22,11 @@ Expected: TypeAlias = dict[int | str, Array]
 
 @dataclass(frozen=True)
 class Call:
-    """Arguments by name, tensors as arrays with their dtypes beside them."""
+    """Arguments by name, tensors as arrays with their dtypes beside them, and the op's name."""
 
     values: Mapping[str, Any]
     dtypes: Mapping[str, torch.dtype]
+    op: str = ""
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
@@ -39,7 +40,7 @@ class Call:
             given[argument.name] = argument.default_value
         tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
         values = tree_map_only(Tensor, decode, given)
-        return Call(values, {name: value.dtype for name, value in tensors.items()})
+        return Call(values, {name: value.dtype for name, value in tensors.items()}, op.name)
 
 
 Oracle: TypeAlias = Callable[[Call], Expected]

@@ -44,6 +44,8 @@ def linear(call: Call) -> Expected:
     x, weight = call["x"], call["weight"]
     if call["weight_format"] is not None:
         weight = stored_numbers(call["weight_format"], call.values)
+        if call["x_scale"] is not None:
+            x = dequantized(x, call["x_scale"])
     elif call["weight_scale"] is not None:
         x, weight = dequantized(x, call["x_scale"]), dequantized(weight, call["weight_scale"])
     dtype: Any = call["out_dtype"] or call.dtypes["x"]

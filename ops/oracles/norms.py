@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ._call import Call, Expected, Floats, Oracle, rounded, to_e4m3
+from ._call import Array, Call, Expected, Floats, Oracle, rounded, to_e4m3
 
 
 def layer_normed(x: Floats, weight: Floats, eps: float, bias: Floats | None) -> Floats:
@@ -107,27 +107,36 @@ def gated_act(activation: str) -> Oracle:
     return oracle
 
 
-def quantized(x: Floats, scheme: Any) -> Expected:
-    """``x`` in FP8, by a static scale or by the largest magnitude of each group of columns.  Scales
-    and products are float32, as in the definition."""
+def quantized(x: Floats, scheme: Any, *, is_int8: bool = False) -> Expected:
+    """``x`` in FP8 or int8, by a static scale or by the largest magnitude of each group of columns.
+    Scales and products are float32, as in the definition."""
+    rounded_to, most = (_to_int8, 127) if is_int8 else (to_e4m3, 448)
     single, one = x.astype(np.float32), np.float32(1)
     if isinstance(scheme, np.ndarray):
-        return {0: to_e4m3(single * (one / np.float32(scheme[0, 0])))}
+        return {0: rounded_to(single * (one / np.float32(scheme[0, 0])))}
     rows, columns = x.shape
     groups = single.reshape(rows, -1, scheme or columns) if rows else single[:, None, :]
     largest = np.maximum(np.abs(groups).max(-1), np.float32(2.0**-64))
-    scale = largest * np.float32(1 / 448)
+    scale = largest * np.float32(1 / most)
     if not rows:
         scale = np.zeros((0, columns // scheme if scheme else 1), np.float32)
-        return {0: to_e4m3(single), 1: scale.astype(np.float64)}
-    q = to_e4m3(groups * (one / scale)[:, :, None])
+        return {0: rounded_to(single), 1: scale.astype(np.float64)}
+    q = rounded_to(groups * (one / scale)[:, :, None])
     return {0: q.reshape(rows, columns), 1: scale.astype(np.float64)}
+
+
+def _to_int8(x: Array) -> Floats:
+    """The nearest integer from -128 to 127, of two as near the even one; 0 for NaN."""
+    nearest: Floats = np.clip(np.rint(np.where(np.isnan(x), 0, x.astype(np.float64))), -128, 127)
+    return nearest
 
 
 def _quantized(y: Floats, call: Call) -> Expected:
     """Round ``y`` to x's dtype and quantize it if the call has a scale or group, else return it."""
     scheme = call.values.get("scale", call.values.get("group_size"))
-    return {0: y} if scheme is None else quantized(rounded(y, call.dtypes["x"]), scheme)
+    if scheme is None:
+        return {0: y}
+    return quantized(rounded(y, call.dtypes["x"]), scheme, is_int8="int8" in call.op)
 
 
 def quantize(call: Call) -> Expected:

@@ -1,4 +1,4 @@
-"""Conversion in registers, from what is stored and to it, saturating where that is e4m3."""
+"""Conversion in registers, from what is stored and to it, saturating where that is e4m3 or int8."""
 
 from __future__ import annotations
 
@@ -41,7 +41,12 @@ def _to_e4m3_by_bits(x):
 
 @triton.jit
 def stored_as(x, dtype: tl.constexpr):
-    """``x`` float32 in ``dtype``, to nearest even; in e4m3 saturated at +-448, NaN kept."""
+    """``x`` float32 in ``dtype``, to nearest even; in e4m3 saturated at +-448, NaN kept; in int8
+    saturated at -128 and 127, NaN as 0."""
+    if dtype == tl.int8:
+        bounded = tl.where(x == x, tl.minimum(tl.maximum(x, -128.0), 127.0), 0.0)
+        # Adding 1.5 * 2^23 leaves no bit for a fraction: rounds to the nearest even integer.
+        return ((bounded + 12582912.0) - 12582912.0).to(tl.int8)
     if dtype == tl.float8e4nv and _INTERPRETED:
         return _to_e4m3_by_bits(x)
     return x.to(dtype)  # on a GPU to e4m3: cvt.rn.satfinite

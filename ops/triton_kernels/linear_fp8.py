@@ -1,7 +1,8 @@
-"""A tiled GEMM of FP8 matrices with their scales; on Hopper by warp-group MMA.
+"""A tiled GEMM of FP8 or int8 matrices with their scales; on Hopper by warp-group MMA.
 
 Tensor cores of Hopper add FP8 products with fewer bits than float32 has; a partial sum of at most
-256 products, one step's, is made there, and added in float32.
+256 products, one step's, is made there, and added in float32.  Sums of int8 products are exact, in
+int32.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from .groups import Rows, Scales
 @triton.jit
 def _mma(x, w, total, SWAPPED: tl.constexpr, BLOCK_K: tl.constexpr):
     """``total`` plus x @ w.T; both transposed if SWAPPED."""
-    if SWAPPED:
+    if total.dtype == tl.int32:
+        if SWAPPED:
+            total = tl.dot(w, tl.trans(x), total, out_dtype=tl.int32)
+        else:
+            total = tl.dot(x, tl.trans(w), total, out_dtype=tl.int32)
+    elif SWAPPED:
         total = tl.dot(w, tl.trans(x), total, max_num_imprecise_acc=BLOCK_K)
     else:
         total = tl.dot(x, tl.trans(w), total, max_num_imprecise_acc=BLOCK_K)
@@ -69,6 +75,7 @@ def _store_scaled(
 ):  # fmt: skip
     """Write a tile's sums, scaled unless each step was, and the bias."""
     read_cols = tl.minimum(cols, N - 1)
+    total = total.to(tl.float32)
     if SCHEME == "tensor":
         total *= tl.load(x_scale_ptr) * tl.load(weight_scale_ptr)
     elif SCHEME == "token":
@@ -119,7 +126,8 @@ def _linear_fp8_kernel(
     weight_at = weight_rows + depth[None, :]
     x_scales = x_scale.ptr + read_rows * x_scale.row_stride
     weight_scales = weight_scale_ptr + first_col // 128 * weight_scale_row
-    total = tl.zeros((BLOCK_N, BLOCK_M) if SWAPPED else (BLOCK_M, BLOCK_N), dtype=tl.float32)
+    sums: tl.constexpr = tl.int32 if x.ptr.dtype.element_ty == tl.int8 else tl.float32
+    total = tl.zeros((BLOCK_N, BLOCK_M) if SWAPPED else (BLOCK_M, BLOCK_N), dtype=sums)
     scale = tl.zeros((BLOCK_M,), dtype=tl.float32)
     if SCHEME == "block":
         scale = tl.load(x_scales + first * x_scale.group_stride) * tl.load(weight_scales + first)

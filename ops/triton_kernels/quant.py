@@ -1,7 +1,8 @@
-"""FP8 quantization, by itself or after a norm or a gated activation.  A program has a tile of rows.
+"""Quantization to FP8 or int8, by itself or after a norm or a gated activation.
 
-The kernels are bandwidth-bound: rows are read once and stay in registers while their largest
-magnitude is found.  The values before quantization are never written to memory.
+A program has a tile of rows.  The kernels are bandwidth-bound: rows are read once and stay in
+registers while their largest magnitude is found.  The values before quantization are never written
+to memory.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def _scale_for(largest):
+def _scale_for(largest, dtype: tl.constexpr):
+    """The scale by which a magnitude becomes the largest of ``dtype``; never zero."""
     floor: tl.constexpr = 2.0**-64
-    return tl.where(largest < floor, floor, largest) * (1.0 / 448.0)
+    inverse: tl.constexpr = 1.0 / (127.0 if dtype == tl.int8 else 448.0)
+    return tl.where(largest < floor, floor, largest) * inverse
 
 
 @triton.jit
@@ -30,15 +33,15 @@ def _larger(a, b):
 
 
 @triton.jit
-def _scale_of(values, axis: tl.constexpr):
-    """The scale by which the largest magnitude along ``axis`` becomes 448; never zero."""
+def _scale_of(values, axis: tl.constexpr, dtype: tl.constexpr):
+    """The scale of the largest magnitude along ``axis``."""
     if _INTERPRETED:  # the interpreter would call _larger in Python for each element
         is_nan = values != values
         largest = tl.max(tl.where(is_nan, 0.0, tl.abs(values)), axis)
         largest = tl.where(tl.max(is_nan.to(tl.int32), axis) > 0, float("nan"), largest)
     else:
         largest = tl.reduce(tl.abs(values), axis, _larger)
-    return _scale_for(largest)
+    return _scale_for(largest, dtype)
 
 
 @triton.jit
@@ -61,28 +64,30 @@ def _store_quantized(
     BLOCK: tl.constexpr,
     part=0,
 ):
-    """Store ``values`` [ROWS, BLOCK] (float32, 0 outside of the matrix) as FP8, and their scales.
+    """Store ``values`` [ROWS, BLOCK] (float32, 0 outside of the matrix) as FP8 or int8, and their
+    scales.
 
     GROUP columns share a scale, which is stored at [group][row].  GROUP is BLOCK if the rows are
     whole, and 0 if all use ``known_scale``.  ``part`` is the index of this BLOCK of columns.
     """
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
     in_rows = row < num_rows if ROWS > 1 else tl.full((1,), True, tl.int1)
     if GROUP == 0:
         scaled = values * _inverse(known_scale)
     elif GROUP == BLOCK:
-        scale = _scale_of(values, 1)
+        scale = _scale_of(values, 1, dtype)
         tl.store(scale_ptr + row, scale, mask=in_rows)
         scaled = values * _inverse(scale)[:, None]
     else:
         grouped = tl.reshape(values, (ROWS, BLOCK // GROUP, GROUP))
-        scale = _scale_of(grouped, 2)
+        scale = _scale_of(grouped, 2, dtype)
         group = part * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
         mask = in_rows[:, None] & (group < width // GROUP)[None, :]
         at = group.to(tl.int64)[None, :] * num_rows + row[:, None]
         tl.store(scale_ptr + at, scale, mask=mask)
         scaled = tl.reshape(grouped * _inverse(scale)[:, :, None], (ROWS, BLOCK))
     mask = in_rows[:, None] & (cols < width)[None, :]
-    q = stored_as(scaled, tl.float8e4nv)
+    q = stored_as(scaled, dtype)
     tl.store(q_ptr + row[:, None] * width + cols[None, :], q, mask=mask)
 
 
@@ -179,10 +184,10 @@ def _quant_split_kernel(
     values = _activated(x_ptr + row * row_stride + cols, cols < width, width, ACTIVATION)
     mine = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0)
     largest = _largest_of_parts(mine, part, row, state_ptr, PARTS, MAX_PARTS)
-    scale = _scale_for(largest.to(tl.float32, bitcast=True))
+    scale = _scale_for(largest.to(tl.float32, bitcast=True), q_ptr.dtype.element_ty)
     if part == 0:
         tl.store(scale_ptr + row, scale)
-    q = stored_as(values * _inverse(scale), tl.float8e4nv)
+    q = stored_as(values * _inverse(scale), q_ptr.dtype.element_ty)
     tl.store(q_ptr + row * width + cols, q, mask=cols < width)
 
 
@@ -204,7 +209,7 @@ def _norm_quant_kernel(
     start_next_and_wait(PROGRAMMATIC)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     dtype: tl.constexpr = x.ptr.dtype.element_ty
-    # A thread holds 16 bytes of x, as in the unfused kernel, although FP8 could be stored by 16
+    # A thread holds 16 bytes of x, as in the unfused kernel, although it could store bytes by 16
     # elements.  In another layout, the sum of squares would be rounded to other bits.
     cols = tl.max_contiguous(tl.arange(0, BLOCK), 128 // dtype.primitive_bitwidth)
     width = BLOCK if WHOLE else hidden

@@ -220,16 +220,37 @@ def _section(form: str, *groups: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _compressed(form: str, bits: int, group: int, *, sym: bool, w8a8: bool = False) -> Dialect:
+def _compressed(form: str, bits: int, group: int, *, sym: bool) -> Dialect:
     how = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
     unit = f"g{group}" if group else "channel"
-    token = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True} if w8a8 else None
     packed = form == "pack-quantized"
     return Dialect(
-        f"{form} int{bits} {unit}{'' if sym else ' zero'}{' W8A8' * w8a8}",
+        f"{form} int{bits} {unit}{'' if sym else ' zero'}",
         f"int{bits}_{unit}" if sym else f"int{bits}_zero_{unit}",
-        _section(form, _group({"num_bits": bits, "symmetric": sym, **how}, token)),
+        _section(form, _group({"num_bits": bits, "symmetric": sym, **how})),
         lambda weight, name: compressed(weight, bits, group, sym=sym, packed=packed),
+    )
+
+
+INPUT_SCALE = 0.0625
+
+
+def _w8a8(target: str, **activations: Any) -> Dialect:
+    """SmoothQuant as llm-compressor writes it: int8 weights a channel, and int8 activations."""
+    static = activations.get("dynamic") is False
+
+    def tensors(weight: Tensor, name: str) -> Stored:
+        stored, numbers = compressed(weight, 8, 0, sym=True, packed=False)
+        scale = {"input_scale": torch.tensor([INPUT_SCALE])} if static else {}
+        return stored | scale, numbers
+
+    how = {"num_bits": 8, "type": "int", "symmetric": True, **activations}
+    zero = "" if how["symmetric"] else " zero"
+    return Dialect(
+        f"int-quantized W8A8 {'static' if static else 'dynamic'}{zero}",
+        target,
+        _section("int-quantized", _group({"num_bits": 8, "strategy": "channel"}, how)),
+        tensors,
     )
 
 
@@ -272,7 +293,9 @@ DIALECTS = [
     _compressed("naive-quantized", 4, 64, sym=True),
     _compressed("naive-quantized", 4, 64, sym=False),
     _compressed("int-quantized", 8, 0, sym=True),
-    _compressed("int-quantized", 8, 0, sym=True, w8a8=True),
+    _w8a8("w8a8_int8", strategy="token", dynamic=True),
+    _w8a8("w8a8_int8_static", strategy="tensor", dynamic=False),
+    _w8a8("int8_channel", strategy="token", dynamic=True, symmetric=False),
     _compressed("int-quantized", 8, 128, sym=False),
     _mixed(),
     Dialect(

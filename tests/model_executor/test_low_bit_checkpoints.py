@@ -22,7 +22,14 @@ from fusewright.model_executor.parallel import check_parallel
 from fusewright.model_executor.quant.scheme import LINEARS
 from fusewright.model_executor.spec import quantize_online
 from fusewright.ops.linear.formats import dequantize
-from tests.model_executor.low_bit_checkpoints import BY_NAME, DIALECTS, TINY, Dialect, save
+from tests.model_executor.low_bit_checkpoints import (
+    BY_NAME,
+    DIALECTS,
+    INPUT_SCALE,
+    TINY,
+    Dialect,
+    save,
+)
 from tests.model_executor.quant_checkpoints import FUSED
 from tests.model_executor.test_parallel import ranks_of
 
@@ -66,6 +73,22 @@ def test_layers_hold_the_numbers_of_every_dialect(dialect: Dialect, tmp_path: Pa
         expected = (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
         torch.testing.assert_close(mlp(x), expected, atol=1e-5, rtol=1e-4)
         assert mlp.down.x_order is None and mlp.gate_up.x_order is not None
+
+
+@pytest.mark.parametrize("when", ["static", "dynamic"])
+def test_int8_activations_are_those_of_the_checkpoint(when: str, tmp_path: Path) -> None:
+    """By the scale that is there, or by the largest number of each row; no line is said."""
+    saved = save(BY_NAME[f"int-quantized W8A8 {when}"], tmp_path).state_dict()
+    spec = read_spec(tmp_path)
+    assert not spec.notes
+    down = load_model(spec, tmp_path, "cpu").get_submodule("layers.1.mlp.down")
+    x = 3 * torch.randn(5, 256)
+    scale = torch.tensor(INPUT_SCALE) if when == "static" else x.abs().amax(1, True) / 127
+    q = (x / scale).round().clamp(-128, 127)
+    assert (q.abs() > 100).any()
+    exact = (q * scale) @ saved["model.layers.1.mlp.down_proj.weight"].T
+    # A number half way between two may go either way.
+    torch.testing.assert_close(down(x), exact, atol=2e-3, rtol=1e-4)
 
 
 @pytest.mark.product
@@ -225,8 +248,9 @@ def test_a_start_says_what_is_gathered_and_what_stays_in_16_bits(tmp_path: Path)
     spec = read_spec(tmp_path / "order")
     assert spec.quant is not None and spec.quant.gathered[:3] == LINEARS[:3]
     assert "one more launch each; mlp.down takes the order" in spec.notes[0]
-    save(BY_NAME["int-quantized int8 channel W8A8"], tmp_path / "w8a8")
-    assert "activations too, which stay in 16 bits here" in read_spec(tmp_path / "w8a8").notes[0]
+    save(BY_NAME["int-quantized W8A8 dynamic zero"], tmp_path / "w8a8")
+    note = "which stay in 16 bits here: they are of 8 bits of int with zero points, for which there"
+    assert note in read_spec(tmp_path / "w8a8").notes[0]
     TINY.save(tmp_path / "plain")
     plain = replace(read_spec(tmp_path / "plain"), intermediate_size=224)
     (note,) = quantize_online(plain, "int4_g64").notes

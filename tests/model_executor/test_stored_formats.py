@@ -262,7 +262,8 @@ def test_operands_that_do_not_fit_a_format_are_named(
         ({"scale": replace(INT4.scale, dtype="int8")}, "scale is of int8"),
         ({"scale": replace(INT4.scale, unit=(1, 64))}, "a zero point is for (1, 32), a scale for"),
         ({"zero": None, "values": E2M1}, "8 values, expected 16"),
-        ({"x_dtype": "int8"}, "x_dtype is 'int8', expected one of"),
+        ({"x_dtype": "int4"}, "x_dtype is 'int4', expected one of"),
+        ({"static": True}, "static is true, expected an x_dtype"),
     ],
 )
 def test_a_format_that_contradicts_itself_is_refused(change: dict[str, Any], message: str) -> None:

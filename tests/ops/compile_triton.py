@@ -170,6 +170,15 @@ def large_launches() -> Iterator[Needed]:
             ("linear", linears(scheme, *shape)) for shape in ((64, 28672, 4096), (128, 4096, 14336))
         ]
 
+    for rows, n, k in ((1, 28672, 4096), (64, 4096, 14336), (4096, 28672, 4096)):
+        weight = empty(n, k, dtype=torch.int8), None, empty(rows, 1, dtype=torch.float32)
+        scale = empty(n, 1, dtype=torch.float32), torch.bfloat16
+        x = empty(rows, k, dtype=torch.int8)
+        calls.append(("linear", (x, *weight, *scale, None, None, None, "w8a8_int8")))
+    calls.append(
+        ("add_rms_norm_quant_int8_dynamic", (*(empty(64, 4096),) * 2, empty(4096), 1e-5, 0))
+    )
+
     def low_bit(name: str, rows: int, n: int, k: int, act: str | None = None) -> tuple[Any, ...]:
         tensors = {
             argument: empty(*tensor.shape(n, k), dtype=dtype_of(tensor))

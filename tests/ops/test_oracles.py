@@ -64,7 +64,8 @@ def places(op: SemanticOp) -> list[int | str]:
 
 
 def change_last(tensor: Tensor) -> None:
-    """Four tolerances to the last number of it, the next integer, or the next but one of FP8."""
+    """Four tolerances to the last number of it, the next integer, or one beyond tolerance of
+    FP8 or int8."""
     if not tensor.numel():
         return
     last = tensor[tuple(size - 1 for size in tensor.shape)]
@@ -73,7 +74,7 @@ def change_last(tensor: Tensor) -> None:
     elif tensor.dtype.is_floating_point:
         last.copy_(last * 1.2 + 0.1)
     else:
-        last += 1
+        last += 1 if tensor.dtype != torch.int8 else torch.where(last < 100, 4, -4)
 
 
 @EVERY
@@ -286,8 +287,14 @@ MISTAKES: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
         f"{add}layer_norm": [("x", lambda x: x.abs()), ("weight", percent), ("bias", torch.neg)]
         for add in ("", "add_")
     },
-    "quant_fp8_static": [("scale", lambda s: s * 1.3), ("x", torch.neg)],
-    "quant_fp8_dynamic": [("x", percent), ("x", torch.neg)],
+    **{
+        f"quant_{dtype}_{kind}": [(name, change), ("x", torch.neg)]
+        for dtype in ("fp8", "int8")
+        for kind, name, change in (
+            ("static", "scale", lambda s: s * 1.3),
+            ("dynamic", "x", percent),
+        )
+    },
     **{
         f"{norm}_quant_{kind}": [("eps", lambda eps: eps + 1e-1), ("weight", torch.neg)]
         for norm in ("rms_norm", "add_rms_norm")
