@@ -14,7 +14,7 @@ from ... import ops
 from ..attention import AttentionInputs
 from ..experts import ExpertLinear
 from ..layers import Linear
-from ..quant.quantize import DUMMY_INPUT_SCALE, quantize_into
+from ..quant.quantize import dummy_input_scale, quantize_into
 from ..spec import ModelSpec
 from .facts import CapturedFacts
 from .interfaces import Attend, PagedAttention, Positions, attending, no_cache
@@ -165,6 +165,6 @@ def _fill(layer: Linear | ExpertLinear, dtype: torch.dtype) -> None:
         numbers.normal_(0.0, 0.02)
         quantize_into(share, numbers)
     if layer.quant is not None and layer.quant.static:
-        layer.input_scale.fill_(DUMMY_INPUT_SCALE)
+        layer.input_scale.fill_(dummy_input_scale(layer.quant))
     if isinstance(layer, Linear) and layer.bias is not None:
         layer.bias.zero_()

@@ -25,7 +25,7 @@ from fusewright.model_executor.layers import (
 )
 from fusewright.model_executor.loader import load_model
 from fusewright.model_executor.models.weight_names import ModulePart
-from fusewright.model_executor.quant.quantize import DUMMY_INPUT_SCALE, quantize_into
+from fusewright.model_executor.quant.quantize import dummy_input_scale, quantize_into
 from fusewright.model_executor.quant.scales import scale_slots
 from fusewright.model_executor.quant.scheme import (
     FORMATS,
@@ -181,7 +181,7 @@ def test_dummy_weights_are_those_of_the_unquantized_model(
         error = (weight - original.weight.cpu().float()).abs()
         assert error.max() <= 0.02 * 5 / 16 and error.mean() < 0.02 / 25
         if kind == "fp8_static":
-            assert linear.input_scale.item() == pytest.approx(DUMMY_INPUT_SCALE)
+            assert linear.input_scale.item() == pytest.approx(dummy_input_scale(linear.quant))
 
 
 def refusal(folder: Path, **changes: object) -> str:

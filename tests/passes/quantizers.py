@@ -24,5 +24,13 @@ def per_token(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
     return ops.quant_fp8_dynamic(x, 0)
 
 
+def int8_static(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    return ops.quantize_operand(x, "int8", scale, 0)[:1]
+
+
+def int8_per_token(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    return ops.quantize_operand(x, "int8", None, 0)
+
+
 def per_group(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
     return ops.quant_fp8_dynamic(x, 128)

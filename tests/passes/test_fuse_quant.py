@@ -15,12 +15,25 @@ from fusewright.passes.fuse_quant import NORM
 from fusewright.passes.rule import Context
 from fusewright.passes.sites import SitePass
 from tests.passes.graphs import capture, hidden, targets
-from tests.passes.quantizers import Quantize, per_group, per_token, static
+from tests.passes.quantizers import (
+    Quantize,
+    int8_per_token,
+    int8_static,
+    per_group,
+    per_token,
+    static,
+)
 
 SIZE, EPS = 256, 1e-5
 
 
-QUANTS = (static, per_token, per_group)
+KINDS = {
+    static: "static",
+    per_token: "dynamic",
+    per_group: "dynamic",
+    int8_static: "int8_static",
+    int8_per_token: "int8_dynamic",
+}
 
 
 def tensors(width: int = SIZE) -> dict[str, Tensor]:
@@ -85,7 +98,7 @@ def bits(t: Tensor) -> Tensor:
     return t.contiguous().view(torch.uint8)
 
 
-@pytest.mark.parametrize("quantize", QUANTS)
+@pytest.mark.parametrize("quantize", KINDS)
 @pytest.mark.parametrize(
     ("model", "rule", "op", "width"),
     [
@@ -102,9 +115,12 @@ def test_both_become_one_op_and_no_bit_changes(
     gm, given = captured(model, tensors(width), quantize)
     *_, report = run_passes(gm, build_passes(["fuse_add_norm", rule]), verify=True)
     assert report.matched == 1 and not report.missed
-    kind = "static" if quantize is static else "dynamic"
+    kind = KINDS[quantize]
     assert f"{op}_quant_{kind}.default" in targets(gm)
-    assert not any(t in (f"{op}.default", f"quant_fp8_{kind}.default") for t in targets(gm))
+    assert not any(
+        t in (f"{op}.default", f"quant_fp8_{kind}.default", f"quant_{kind}.default")
+        for t in targets(gm)
+    )
     for want, got in zip(model(given, quantize), run(gm, given), strict=True):
         assert want.dtype == got.dtype
         assert torch.equal(bits(want), bits(got))

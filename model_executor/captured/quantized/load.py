@@ -153,6 +153,8 @@ def fill_quantized(
         if isinstance(each[1].layer.quant, StoredFormat) and each not in (*laid, *of_experts)
     ]
     copy_moves(in_file_order(_stored(stored, moves.gathered)), tensors, advance)
+    for move, home in (*laid, *stored):
+        _input_scale(move, home.layer, moves.gathered)
     fp8 = [each for each in moves.weights if isinstance(each[1].layer.quant, QuantFormat)]
     rescaled = _scales(fp8, moves.gathered)
 
@@ -251,11 +253,16 @@ def _scales(weights: Iterable[tuple[Move, _Home]], gathered: Gathered) -> _Resca
         else:
             dest.copy_(torch.maximum(dest, value))
             own[move.source.name, move.parameter, move.dest_start] = scale.item(), dest
-        if quant.static:
-            whole = _scale(move, gathered, "input_scale", (1, 1))
-            layer.input_scale.copy_(torch.maximum(layer.input_scale, whole.to(dest.device)))
+        _input_scale(move, layer, gathered)
     pairs = {key: (scale, float(dest)) for key, (scale, dest) in own.items()}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _input_scale(move: Move, layer: Linear | ExpertLinear, gathered: Gathered) -> None:
+    """Read the scale of a layer's input if the format has one; of several parts, the largest."""
+    if layer.quant is not None and layer.quant.static:
+        scale = _scale(move, gathered, "input_scale", (1, 1)).to(layer.input_scale.device)
+        layer.input_scale.copy_(torch.maximum(layer.input_scale, scale))
 
 
 def _scale(

@@ -63,6 +63,8 @@ def one_tensor_a_weight(
         if isinstance(layout, Layout) and _has_weight(of_module, layout):
             laid[name] = source = laid_out(module, layout, found)
             there, first = dict(source.tensors), source.tensors["weight"]
+            if layout.form.static:
+                there |= _named(of_module, {"input_scale": INPUT_SCALES})
             logical = replace(first, name=name, shape=source.shape, dtype=layout.target)
             for beside in names_beside(module, layout):
                 tensors.pop(beside, None)
@@ -70,14 +72,16 @@ def one_tensor_a_weight(
             there = {"weight": weight, **dict(_named(of_module, _KINDS))}
             logical = weight
         elif isinstance(form := layout, StoredFormat) and _is_stored(of_module, form):
-            there = dict(_named(of_module, {k: t.suffixes for k, t in form.tensors.items()}))
+            kinds = {k: t.suffixes for k, t in form.tensors.items()}
+            kinds |= {"input_scale": INPUT_SCALES} if form.static else {}
+            there = dict(_named(of_module, kinds))
             logical = _numbers(name, form, there["weight"])
             for suffix in form.ignored:
                 tensors.pop(f"{module}.{suffix}", None)
         else:
             continue
         for part in there.values():
-            del tensors[part.name]
+            tensors.pop(part.name, None)
         tensors[name], parts[name] = logical, there
     return Gathered(tensors, parts, laid, experts)
 
