@@ -1,12 +1,12 @@
 """``paged_attention`` is causal attention over a paged KV cache, decodes and prefills mixed.
 
-Shape suffixes: Q queries of a sequence, K keys that they see, G KV heads, H query heads of a KV
-head, N all query heads, D head_dim.
+Shape suffixes: S sequences, Q queries of a sequence, K keys that they see, G KV heads, H query
+heads of a KV head, N all query heads, D head_dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from ..launches.paged_attention_plan import MAX_HEAD_DIM, most_heads_of_a_group
 from .kv_store import check_kv_scale
 from .paged_attention_cases import cases
 from .paged_attention_cuda import by_cuda
+from .seen import SeenGroup, seen_groups
 
 # The reference holds at most this many float32 logits at once.
 _MAX_LOGITS = 1 << 24
@@ -88,27 +89,29 @@ def paged_attention(
         kv_scale, out_scale, sinks, chunk
     )  # fmt: skip
     _check(call)
-    _, num_heads, head_dim = q.shape
     kv_heads = kv_cache.shape[3]
-    for span, queries, keys, k_GKD, v_GKD in _sequences(call):
-        k_GKD, v_GKD = _values(k_GKD, v_GKD, kv_scale)
-        step = max(1, _MAX_LOGITS // (num_heads * len(keys)))
-        for begin in range(0, len(queries), step):
-            some = queries[begin : begin + step]
-            here = slice(span.start + begin, span.start + begin + len(some))
-            q_QGHD = q[here].float().view(len(some), kv_heads, -1, head_dim)
-            logits_GQHK = torch.einsum("QGHD,GKD->GQHK", q_QGHD, k_GKD) * scale
+    for group in seen_groups(call):
+        k_SKGD, v_SKGD = _values(group, kv_scale)
+        num_seqs, num_keys = k_SKGD.shape[:2]
+        step = max(1, _MAX_LOGITS // (q.shape[1] * num_seqs * num_keys))
+        for begin in range(0, group.num_queries, step):
+            some = slice(begin, begin + step)
+            q_SQGHD = group.take(q, some).float().unflatten(2, (kv_heads, -1))
+            logits_SGHQK = torch.einsum("SQGHD,SKGD->SGHQK", q_SQGHD, k_SKGD) * scale
             if soft_cap > 0:
-                logits_GQHK = soft_cap * torch.tanh(logits_GQHK / soft_cap)
-            visible_QK = _visible(call, some, keys)
-            logits_GQHK = logits_GQHK.masked_fill(~visible_QK[None, :, None, :], float("-inf"))
+                logits_SGHQK = soft_cap * torch.tanh(logits_SGHQK / soft_cap)
+            if group.hides:
+                hidden_SQK = ~group.visible(some)
+                logits_SGHQK = logits_SGHQK.masked_fill(hidden_SQK[:, None, None], float("-inf"))
             if sinks is not None:
-                sinks_GQH1 = sinks.float().view(kv_heads, 1, -1, 1).expand(-1, len(some), -1, -1)
-                logits_GQHK = torch.cat((logits_GQHK, sinks_GQH1), -1)
-            weights_GQHK = torch.softmax(logits_GQHK, -1)[..., : len(keys)]
-            result_QGHD = torch.einsum("GQHK,GKD->QGHD", weights_GQHK, v_GKD)
-            result = result_QGHD.reshape(len(some), num_heads, head_dim)
-            out[here] = result if out_scale is None else to_e4m3(result, out_scale)
+                sinks_GHQ1 = sinks.float().view(kv_heads, -1, 1, 1)
+                sinks_SGHQ1 = sinks_GHQ1.expand(*logits_SGHQK.shape[:-1], 1)
+                logits_SGHQK = torch.cat((logits_SGHQK, sinks_SGHQ1), -1)
+            weights_SGHQK = torch.softmax(logits_SGHQK, -1)[..., :num_keys]
+            result_SQGHD = torch.einsum("SGHQK,SKGD->SQGHD", weights_SGHQK, v_SKGD)
+            result = result_SQGHD.flatten(2, 3)
+            result = result if out_scale is None else to_e4m3(result, out_scale)
+            group.store(out, result, some)
 
 
 _reference = definition(paged_attention)
@@ -140,51 +143,18 @@ def _check(call: AttentionArgs) -> None:
             raise ValueError(f"{name} is {value}, expected a number of positions, or 0 for all")
 
 
-def _sequences(call: AttentionArgs) -> Iterator[tuple[slice, range, range, Tensor, Tensor]]:
-    """(rows of q, their positions, positions of the keys, K, V) a sequence.
-
-    K and V are GKD, exactly the keys that some query sees.
-    """
-    kv_cache, block_table = call.kv_cache, call.block_table
-    block_size = kv_cache.shape[2]
-    starts, contexts = call.query_start_loc.tolist(), call.seq_lens.tolist()
-    for s, context in enumerate(contexts):
-        start, stop = starts[s], starts[s + 1]
-        if context == 0 or start == stop:
-            continue
-        first_query = context - (stop - start)
-        first_key = first_seen(first_query, call.sliding_window, call.chunk)
-        first_block = first_key // block_size
-        blocks = kv_cache[block_table[s, first_block : -(-context // block_size)].long()]
-        keys = slice(first_key - first_block * block_size, context - first_block * block_size)
-        k_GKD, v_GKD = (t.flatten(0, 1)[keys].transpose(0, 1) for t in blocks.unbind(1))
-        positions = range(first_query, context), range(first_key, context)
-        yield slice(start, stop), *positions, k_GKD, v_GKD
-
-
-def _values(k_GKD: Tensor, v_GKD: Tensor, kv_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+def _values(group: SeenGroup, kv_scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """The values of the cached K and V, in float32."""
-    k_GKD, v_GKD = k_GKD.float(), v_GKD.float()
+    k_SKGD, v_SKGD = group.k.float(), group.v.float()
     if kv_scale is None:
-        return k_GKD, v_GKD
-    k_scale, v_scale = kv_scale[:, :, None, None].unbind()
-    return k_GKD * k_scale, v_GKD * v_scale
-
-
-def _visible(call: AttentionArgs, queries: range, keys: range) -> Tensor:
-    """QK bool, of positions."""
-    query = torch.arange(queries.start, queries.stop, device=call.q.device)[:, None]
-    key = torch.arange(keys.start, keys.stop, device=call.q.device)[None, :]
-    visible = key <= query
-    if call.sliding_window > 0:
-        visible &= key > query - call.sliding_window
-    if call.chunk > 0:
-        visible &= key >= query - query % call.chunk
-    return visible
+        return k_SKGD, v_SKGD
+    k_scale, v_scale = kv_scale[:, :, None].unbind()
+    return k_SKGD * k_scale, v_SKGD * v_scale
 
 
 def _native(*args: Any) -> None:
-    """PyTorch's own attention, one sequence at a time; it knows neither a soft cap nor sinks."""
+    """PyTorch's own attention, for one group of sequences at a time; it knows neither a soft cap
+    nor sinks."""
     _fake(*args)
     call = AttentionArgs(*args)
     if call.soft_cap > 0 or call.sinks is not None:
@@ -192,33 +162,28 @@ def _native(*args: Any) -> None:
         return
     q, kv_cache, out = call.q, call.kv_cache, call.out
     gqa = q.shape[1] != kv_cache.shape[3]
-    for span, queries, keys, k_GKD, v_GKD in _sequences(call):
-        # All queries see all keys up to their own, and the first key is that of the first query.
-        last_sees = first_seen(queries[-1], call.sliding_window, call.chunk)
-        whole = last_sees <= keys.start == queries.start
-        mask = None
-        if len(queries) > 1 and not whole:
-            mask = _visible(call, queries, keys)
-        q_NQD = q[span].transpose(0, 1)
+    for group in seen_groups(call):
+        k_SKGD, v_SKGD, q_SNQD = group.k, group.v, group.take(q).transpose(1, 2)
         if kv_cache.dtype != q.dtype:
             # float32: K and V times their scales would be rounded once more in q's dtype.
-            q_NQD = q_NQD.float()
-            k_GKD, v_GKD = _values(k_GKD, v_GKD, call.kv_scale)
-        result = F.scaled_dot_product_attention(
-            q_NQD[None],
-            k_GKD[None],
-            v_GKD[None],
-            attn_mask=mask,
-            is_causal=whole and len(queries) > 1,
+            q_SNQD = q_SNQD.float()
+            k_SKGD, v_SKGD = _values(group, call.kv_scale)
+        masked = group.hides and not group.is_causal
+        result_SNQD = F.scaled_dot_product_attention(
+            q_SNQD,
+            k_SKGD.transpose(1, 2),
+            v_SKGD.transpose(1, 2),
+            attn_mask=group.visible()[:, None] if masked else None,
+            is_causal=group.is_causal,
             scale=call.scale,
             enable_gqa=gqa,
         )
-        if result.device.type == "cpu" and (result[..., 0] == 0).any():
+        if result_SNQD.device.type == "cpu" and (result_SNQD[..., 0] == 0).any():
             # PyTorch's kernel gives zeros, not NaN, where all logits of a query are NaN.
             _reference(*args)
             return
-        result = result[0].transpose(0, 1)
-        out[span] = result if call.out_scale is None else to_e4m3(result, call.out_scale)
+        result = result_SNQD.transpose(1, 2)
+        group.store(out, result if call.out_scale is None else to_e4m3(result, call.out_scale))
 
 
 def _fake(*args: Any) -> None:
