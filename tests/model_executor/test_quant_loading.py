@@ -311,8 +311,10 @@ def test_ranks_that_would_share_a_block_are_refused() -> None:
 
 
 MEASURE = """
-import re, sys, threading
+import re, sys
 from pathlib import Path
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from fusewright.model_executor.checkpoint import read_headers
 from fusewright.model_executor.hf_config import read_spec
 from fusewright.model_executor.loader import load_weights, no_progress
@@ -322,22 +324,23 @@ from fusewright.model_executor.spec import quantize_online
 def anonymous_bytes():
     return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 
-def sample():
-    global peak
-    while not done.wait(0.0005):
-        peak = max(peak, anonymous_bytes())
+class Watched(TorchDispatchMode):
+    peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.peak = max(self.peak, anonymous_bytes())  # with all that the call was given and made
+        return result
 
 folder = Path(sys.argv[1])
 model = DecoderModel(quantize_online(read_spec(folder), sys.argv[2]))
 found = read_headers(folder)
-peak = before = anonymous_bytes()
-done, sampler = threading.Event(), threading.Thread(target=sample)
-sampler.start()
-load_weights(model, found, "cpu", no_progress)
-done.set()
-sampler.join()
+with Watched() as watched:
+    torch.ones(2).amax()  # what this mode imports
+    watched.peak = before = anonymous_bytes()
+    load_weights(model, found, "cpu", no_progress)
 largest = max(p.numel() for p in model.parameters() if p.dtype.itemsize == 1)
-print(peak - before, sum(p.nbytes for p in model.parameters()), 4 * largest)
+print(watched.peak - before, sum(p.nbytes for p in model.parameters()), 4 * largest)
 """
 
 
