@@ -132,6 +132,7 @@ def test_an_engine_is_as_it_was_behind_a_round_that_failed(
     assert again.token_ids == right.token_ids and len(heard) == len(right.token_ids)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("quantization", [None, "fp8_static"])
 def test_passes_take_as_much_work_for_each_layer_of_80_as_of_20(
     quantization: str | None, tmp_path: Path

@@ -149,7 +149,7 @@ def test_prefill_goes_on_with_new_prompts(llm: LLM, tmp_path: Path) -> None:
         assert 0 < step["busy_us"] + step["idle_inside_us"] <= step["wall_us"]
 
 
-@pytest.mark.parametrize("level", ["-O0", "-O2"])
+@pytest.mark.parametrize("level", ["-O0", pytest.param("-O2", marks=pytest.mark.thorough)])
 def test_the_command_leaves_files_that_agree(level: str, tmp_path: Path, capsys: Capture) -> None:
     sizes = ["--batch-size", "2", "--input-len", "8", "--output-len", "20", "--dtype", "float32"]
     steps = ["--delay-iterations", "1", "--max-iterations", "3", "--phase", "both"]

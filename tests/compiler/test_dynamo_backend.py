@@ -70,6 +70,7 @@ ALL = {"canonicalize_norm": 5, "canonicalize_rope": 4, "fuse_add_norm": 4, "fuse
 ONE_LAYER = {"canonicalize_norm": 3, "canonicalize_rope": 2, "fuse_add_norm": 2, "fuse_act": 1}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("gemma", "dtype", "dynamic"),
     [(False, torch.float32, None), (True, torch.float16, None), (True, torch.bfloat16, True)],
@@ -92,6 +93,7 @@ def test_inductor_compiles_the_rest() -> None:
     assert list(only_report().choices) == ["rms_norm -> native (triton: not for cpu)"]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inductor_rounds_where_the_model_casts(dtype: torch.dtype) -> None:
     def overflows(g: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,6 +170,7 @@ def test_a_product_behind_a_transposed_gate_keeps_the_strides_of_eager() -> None
     assert only_report().matched("fuse_act") == 1
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("rest", ["eager", "inductor"])
 def test_numbers_of_the_caller_are_inputs_of_one_graph(rest: str) -> None:
     model = nn.Linear(32, 32)

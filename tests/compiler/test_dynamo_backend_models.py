@@ -49,7 +49,7 @@ def matched() -> list[dict[str, int]]:
     ]
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(6)
 @pytest.mark.parametrize(("name", "more", "expected"), MODELS, ids=[name for name, *_ in MODELS])
 def test_a_model_of_transformers_is_fused(
     name: str, more: dict[str, Any], expected: dict[str, int]

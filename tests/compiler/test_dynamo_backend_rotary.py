@@ -58,7 +58,7 @@ def tiny(name: str, more: dict[str, Any]) -> Any:
     return tiny_model(f"{name}Config", CLASSES.get(name, f"{name}ForCausalLM"), more)
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(6)
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.parametrize(
     ("name", "more", "norms", "acts"), MODELS, ids=[name for name, *_ in MODELS]

@@ -51,7 +51,7 @@ def reference(model: Any, prompt: tuple[int, ...], num_tokens: int) -> Reference
     return Reference(prompt, ids[len(prompt) :], torch.stack(rows))
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(6)
 @pytest.mark.parametrize("model_type", EAGER)
 def test_tokens_and_logits_equal_transformers(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -39,7 +39,7 @@ def lowered(folder: Path) -> Lowered:
     return lower_model(source, config.compile, sm=90, timer=timer, record=Record(), csrc=True)
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(6)
 @pytest.mark.parametrize("model_type", MODELS)
 def test_every_layer_has_its_fusions(model_type: str, tmp_path: Path) -> None:
     depth = save(model_type, tmp_path).config.num_hidden_layers

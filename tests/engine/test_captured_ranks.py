@@ -95,9 +95,9 @@ def answer(families: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPa
 def test_two_ranks_give_the_logits_of_the_unmodified_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fw_seed: int, fw_cases: int
 ) -> None:
-    """In chunks and decodes, as the model is and as the passes of ``-O2`` rewrite it; two of the
-    few have their turn with each seed."""
-    answer(FEW if fw_cases > 1 else FEW[fw_seed % 2 :: 2], tmp_path, monkeypatch)
+    """In chunks and decodes, as the model is and as the passes of ``-O2`` rewrite it; one of the
+    few has its turn with each seed."""
+    answer(FEW if fw_cases > 1 else FEW[fw_seed % 4 :: 4], tmp_path, monkeypatch)
 
 
 @pytest.mark.thorough

@@ -21,10 +21,10 @@ def test_an_acceptance_is_replayed_by_position() -> None:
     outputs, reports = [], []
     for _ in range(2):
         llm = LLM("abacus", **OPTIONS | {"max_model_len": 256}, speculative_config=config)
-        kind = params(max_tokens=200, ignore_eos=True)
+        kind = params(max_tokens=100, ignore_eos=True)
         outputs.append(llm.generate(["1+1="] * 8, kind, use_tqdm=False))
         reports.append(llm.report()["drafts"])
-    assert all(len(each.outputs[0].token_ids) == 200 for each in outputs[0])
+    assert all(len(each.outputs[0].token_ids) == 100 for each in outputs[0])
     assert reports[0] == reports[1]
     report = reports[0]
     assert report["replayed"] and report["error"] == ""

@@ -254,7 +254,7 @@ def test_every_request_gets_its_solo_answer(fw_cases: int) -> None:
 
 
 # Two of each chunk, such that every two of the three axes meet with all their values.
-@pytest.mark.product(3)
+@pytest.mark.product(6)
 @pytest.mark.parametrize(
     ("chunk", "async_scheduling", "prefix_caching"),
     [

@@ -52,7 +52,7 @@ def generate(llm: LLM) -> list[Any]:
     return llm.generate([list(prompt) for prompt in prompts()], PARAMS, use_tqdm=False)
 
 
-@pytest.mark.product(4)
+@pytest.mark.product(8)
 @pytest.mark.parametrize(
     ("dialect", "impl"),
     [*product(DIALECTS, IMPLS)],
@@ -91,7 +91,7 @@ COMPILED = ["AutoAWQ 64", "GPTQ v1 int4 g32 act-order", "ModelOpt NVFP4", "gpt-o
 
 
 @pytest.mark.slow
-@pytest.mark.product(4)
+@pytest.mark.product(8)
 @pytest.mark.parametrize(("name", "impl"), [*product(COMPILED, IMPLS)])
 def test_compiled_models_answer_as_the_stored_numbers_do(
     name: str, impl: str, tmp_path: Path
@@ -105,7 +105,7 @@ SPREAD = ["AutoAWQ 32", "GPTQ v2 int4 g64 zero", "mixed precision", "ModelOpt NV
 
 
 @pytest.mark.slow
-@pytest.mark.product(4)
+@pytest.mark.product(8)
 @pytest.mark.parametrize("name", SPREAD)
 def test_two_ranks_answer_as_the_stored_numbers_do(name: str, tmp_path: Path) -> None:
     reference = save(BY_NAME[name], tmp_path)
@@ -142,7 +142,7 @@ def test_weights_are_quantized_while_they_are_loaded(
         check_tokens(quantized(name), generate(llm))
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(6)
 @pytest.mark.parametrize("model", ["abacus", "abacus-moe"])
 @pytest.mark.parametrize("name", ["int8", "int4_g32", MXFP4, W8A8])
 def test_bundled_models_stay_accurate(model: str, name: str) -> None:

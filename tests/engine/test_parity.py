@@ -133,7 +133,7 @@ CROWDED = ("llama_gqa", "mistral_window", "qwen2_window", OF_EXPERTS[1])
 and their windows, not on what a layer is made of."""
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(6)
 @pytest.mark.parametrize(("name", "level", "block_size"), CASES)
 def test_tokens_and_logits_equal_transformers(
     name: str,

@@ -60,11 +60,12 @@ def tokens(llm: LLM) -> list[tuple[int, ...]]:
     ]
 
 
-def test_ranks_on_two_nodes_answer_as_one_rank() -> None:
-    """Each node finds or compiles the program for itself."""
+@pytest.mark.parametrize("level", [0, pytest.param(1, marks=pytest.mark.thorough)])
+def test_ranks_on_two_nodes_answer_as_one_rank(level: int) -> None:
+    """Above level 0 each node finds or compiles the program for itself."""
     with LLM("abacus", **{**OPTIONS, "tensor_parallel_size": 1}) as llm:
         expected = tokens(llm)
-    with LLM("abacus", **{**RAY, "optimization_level": 1}) as llm:
+    with LLM("abacus", **{**RAY, "optimization_level": level}) as llm:
         (pid,) = others(llm)
         actor = parent(pid)
         assert actor != os.getpid()

@@ -144,7 +144,7 @@ def check(llm: LLM, outputs: list[RequestOutput], expected: list[RequestOutput])
     return report
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(6)
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
 def test_outputs_are_those_without_drafts(
     setup: dict[str, Any], expected: list[RequestOutput]

@@ -37,7 +37,7 @@ def tiny(name: str, folder: Path, world: int, **options: Any) -> LLM:
 EVERY_PASS: dict[str, Any] = {"verify": True, "passes": PASSES}
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(6)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "world", "options"),

@@ -36,7 +36,7 @@ def check(got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got, expected, atol=ATOL, rtol=0)
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(6)
 @every_tiny_model
 def test_ragged_prefill_matches_transformers(
     tiny: TinyModel, tmp_path: Path, device: torch.device
@@ -47,7 +47,7 @@ def test_ragged_prefill_matches_transformers(
     check(logits, torch.stack([expected_logits(tiny, t)[-1] for t in tokens]))
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(6)
 @every_tiny_model
 def test_chunks_mixed_with_decodes_match_transformers(
     tiny: TinyModel, tmp_path: Path, device: torch.device
@@ -120,7 +120,7 @@ def test_parity_notices_a_wrong_setting(name: str, tmp_path: Path, device: torch
     assert (logits[0] - expected_logits(tiny, tokens)[-1]).abs().max() > 100 * ATOL
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(6)
 @every_tiny_model
 def test_one_trace_serves_every_batch(
     tiny: TinyModel, tmp_path: Path, device: torch.device

@@ -80,7 +80,7 @@ def runnable(op: SemanticOp, impl: Implementation, case: Case, device: torch.dev
     return impl.supports(desc)
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(6)
 @pytest.mark.parametrize(("op", "impl", "dtype"), TRIPLES)
 def test_implementation_matches_reference(
     op: SemanticOp,

@@ -45,7 +45,7 @@ REFUSALS = {
 }
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(6)
 @pytest.mark.parametrize("model_type", EQUAL_TYPES)
 def test_eager_step_and_rewritten_graph_are_equal_to_the_library(model_type: str) -> None:
     check = check_model(model_type, level=2)
