@@ -2,6 +2,7 @@
 layers with other head sizes, windows, chunks and sinks.
 
 SDPA reads contiguous K and V of equal lengths, which no server has: it is a bound, not a choice.
+FlashInfer and FlashAttention 3 read our pages, where they are installed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...ops.attention.paged_attention import context_symbols
+from .attention_rivals import Shape, rivals
 from .harness import MODELS, KernelWork, Model, benchmark_of, randn
 
 BLOCK_SIZE = 16
@@ -113,9 +115,11 @@ LIBRARIES = {
 def _libraries(layer: Layer, dtype: torch.dtype) -> dict[str, Any]:
     """Those that compute the same layer."""
     head_dim = layer.model.head_dim
+    others = rivals(Shape(dtype, head_dim, layer.window, layer.chunk, layer.sinks))
     if layer.window or layer.chunk or layer.sinks or dtype != torch.bfloat16 or head_dim > 256:
-        return {}
-    return LIBRARIES if head_dim <= 128 else {"sdpa-flash": LIBRARIES["sdpa-flash"]}
+        return {**others}
+    bounds = LIBRARIES if head_dim <= 128 else {"sdpa-flash": LIBRARIES["sdpa-flash"]}
+    return {**bounds, **others}
 
 
 def works() -> Iterator[KernelWork]:

@@ -60,6 +60,14 @@ MODELS = (
 )
 
 
+@dataclass(frozen=True)
+class Planned:
+    """A library that prepares a call on the host, which is not measured: the op's arguments -> a
+    function of none."""
+
+    plan: Callable[..., Callable[[], Any]]
+
+
 @dataclass(frozen=True, eq=False)
 class KernelWork:
     """One call to measure.
@@ -76,7 +84,7 @@ class KernelWork:
     label: str
     make: Callable[[torch.device], tuple[Any, ...]]
     symbols: Mapping[str, float] = field(default_factory=dict)
-    libraries: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    libraries: Mapping[str, Callable[..., Any] | Planned] = field(default_factory=dict)
 
     def describe(self, sm: int) -> OpDesc:
         """The call on a GPU of compute capability ``sm``, such as 90."""
@@ -149,7 +157,8 @@ def measure(benchmark: BenchmarkFixture, work: KernelWork, contender: str) -> No
     copies = max(1, min(_MOST_COPIES, -(-_COLD_BYTES // max(int(moved), 1))))
     with torch.inference_mode():
         inputs = _inputs(work, copies)
-        replay, calls = _graph([partial(call, *each) for each in inputs])
+        plan = call.plan if isinstance(call, Planned) else partial(partial, call)
+        replay, calls = _graph([plan(*each) for each in inputs])
     benchmark.group = work.op
     benchmark.extra_info.update(
         op=work.op,

@@ -11,6 +11,7 @@ import torch
 
 from ...config import UserError
 from ..environment import environment
+from .attention_rivals import absent
 from .figures import Figure, load, save
 
 _FAMILIES = ("rows", "linear", "joined", "experts", "attention", "rope_kv_store", "sampling")
@@ -33,6 +34,9 @@ def run_benchmarks(select: str | None, path: Path) -> tuple[dict[str, Any], list
     """
     if not torch.cuda.is_available():
         raise UserError("bench kernels: torch sees no CUDA GPU; run on a machine with one")
+    if select is None or "attention" in select:
+        for line in absent():
+            print(line, file=sys.stderr)
     save(path, environment(), [])
     files = [str(Path(__file__).parent / f"bench_{name}.py") for name in _FAMILIES]
     command = [sys.executable, "-m", "pytest", "-q", "--benchmark-only", "--benchmark-quiet"]
