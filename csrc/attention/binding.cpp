@@ -28,14 +28,7 @@ void check_counts(const Tensor& kv_cache, const Tensor& seq_lens) {
 
 void check_scales(const Call& call) {
   const Tensor& q = call.q;
-  if (call.kv_scale) {
-    check_device(kOp, *call.kv_scale, "kv_scale", q);
-    check_floats(kOp, *call.kv_scale, "kv_scale", 2, call.kv_cache.size(3));
-    if (call.kv_cache.scalar_type() != ScalarType::Float8_e4m3fn) {
-      fail(kOp, "kv_scale is given, but kv_cache ", shape_of(call.kv_cache),
-           " is not float8_e4m3fn");
-    }
-  }
+  if (call.kv_scale) check_kv_scale(kOp, *call.kv_scale, call.kv_cache, q);
   check_out(kOp, call.out, q, call.out_scale ? &*call.out_scale : nullptr);
 }
 
@@ -67,7 +60,7 @@ void decode_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& blo
                       const std::optional<Tensor>& out_scale) {
   check_devices(kOp, q, kv_cache, block_table, seq_lens, query_start_loc, out);
   const Call call{q, kv_cache, out, kv_scale, out_scale};
-  check_q(kOp, q);
+  check_q(kOp, q, false);
   check_cache(kOp, kv_cache, q, true, kMaxGroup);
   check_batch(kOp, block_table, seq_lens, query_start_loc);
   check_counts(kv_cache, seq_lens);

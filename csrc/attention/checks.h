@@ -17,11 +17,15 @@ inline void check_aligned(const char* op, const Tensor& t, const char* name) {
   }
 }
 
-inline void check_q(const char* op, const Tensor& q) {
+inline void check_q(const char* op, const Tensor& q, bool takes_256) {
   const bool dtype = q.scalar_type() == ScalarType::BFloat16 || q.scalar_type() == ScalarType::Half;
-  if (q.dim() != 3 || !dtype || (q.size(2) != 64 && q.size(2) != 128)) {
+  const bool is_3d = q.dim() == 3;
+  const int64_t head_dim = is_3d ? q.size(2) : 0;
+  const bool size = head_dim == 64 || head_dim == 128 || (takes_256 && head_dim == 256);
+  if (!is_3d || !dtype || !size) {
     fail(op, "q has shape ", shape_of(q), " and elements of ", q.element_size(),
-         " bytes, expected [num_tokens, num_heads, 64 or 128] of bfloat16 or float16");
+         " bytes, expected [num_tokens, num_heads, 64", takes_256 ? ", 128 or 256" : " or 128",
+         "] of bfloat16 or float16");
   }
   if (q.stride(2) != 1 || q.stride(1) != q.size(2) || (q.size(0) > 1 && q.stride(0) % 8 != 0)) {
     fail(op, "q ", shape_of(q), " has strides [", q.stride(0), ", ", q.stride(1), ", ", q.stride(2),
@@ -95,6 +99,16 @@ inline void check_floats(const char* op, const Tensor& t, const char* name, int6
       t.scalar_type() != ScalarType::Float || !t.is_contiguous()) {
     fail(op, name, " has shape ", shape_of(t), ", expected a contiguous [", rows, ", ", cols,
          "] of float32");
+  }
+}
+
+// Scales of K and V of each head are those of an FP8 cache.
+inline void check_kv_scale(const char* op, const Tensor& kv_scale, const Tensor& kv_cache,
+                           const Tensor& q) {
+  check_device(op, kv_scale, "kv_scale", q);
+  check_floats(op, kv_scale, "kv_scale", 2, kv_cache.size(3));
+  if (kv_cache.scalar_type() != ScalarType::Float8_e4m3fn) {
+    fail(op, "kv_scale is given, but kv_cache ", shape_of(kv_cache), " is not float8_e4m3fn");
   }
 }
 

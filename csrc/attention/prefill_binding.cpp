@@ -10,32 +10,62 @@ namespace {
 constexpr const char* kOp = "fw_cuda::prefill_attention";
 
 void check_sizes(const Tensor& q, const Tensor& kv_cache, const Tensor& seq_lens, int64_t fewest) {
-  if (q.size(2) != kHeadDim) {
-    fail(kOp, "q has shape ", shape_of(q), ", expected a head_dim of ", kHeadDim);
-  }
   if (fewest < 1) fail(kOp, "fewest is ", fewest, ", expected 1 or more queries");
-  if (seq_lens.size(0) > kMostSeqs) {
+  const bool fp8 = kv_cache.scalar_type() == ScalarType::Float8_e4m3fn;
+  const int most_seqs = fp8 && q.size(2) == 256 ? kMostSeqsFp8Of256 : kMostSeqs;
+  if (seq_lens.size(0) > most_seqs) {
     fail(kOp, "seq_lens ", shape_of(seq_lens), " has ", seq_lens.size(0), " sequences, expected ",
-         kMostSeqs, " or fewer");
+         most_seqs, " or fewer");
   }
   const int64_t most = int64_t{1} << 31;
-  const int64_t tiles = q.size(0) / (kTileRows / kMostTileHeads) + seq_lens.size(0);
+  const int64_t tiles = q.size(0) / kFewestTileQueries + seq_lens.size(0);
   if (kv_cache.size(0) * kv_cache.size(2) >= 4 * most || tiles * q.size(1) >= most) {
     fail(kOp, "q ", shape_of(q), " and kv_cache ", shape_of(kv_cache),
-         ": expected fewer than 2^33 slots, and fewer than 2^31 pairs of a head and of 32 queries");
+         ": expected fewer than 2^33 slots, and fewer than 2^31 pairs of a head and of ",
+         kFewestTileQueries, " queries");
   }
+}
+
+// One logit of each head, in q's type or float32.
+void check_sinks(const Tensor& sinks, const Tensor& q) {
+  check_device(kOp, sinks, "sinks", q);
+  const bool dtype =
+      sinks.scalar_type() == q.scalar_type() || sinks.scalar_type() == ScalarType::Float;
+  if (sinks.dim() != 1 || sinks.size(0) != q.size(1) || !dtype || !sinks.is_contiguous()) {
+    fail(kOp, "sinks has shape ", shape_of(sinks), " and elements of ", sinks.element_size(),
+         " bytes, expected a contiguous [", q.size(1), "] of float32 or q's dtype");
+  }
+}
+
+using Launch = decltype(&launch_prefill<128>);
+
+Launch launch_of(int64_t head_dim) {
+  return head_dim == 64    ? launch_prefill<64>
+         : head_dim == 128 ? launch_prefill<128>
+                           : launch_prefill<256>;
+}
+
+const float* floats_of(const std::optional<Tensor>& t) {
+  return t ? static_cast<const float*>(t->data_ptr()) : nullptr;
 }
 
 void prefill_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& block_table,
                        const Tensor& seq_lens, const Tensor& query_start_loc, const Tensor& out,
                        double scale, int64_t sliding_window, double soft_cap,
-                       const std::optional<Tensor>& out_scale, int64_t fewest) {
+                       const std::optional<Tensor>& kv_scale,
+                       const std::optional<Tensor>& out_scale, const std::optional<Tensor>& sinks,
+                       int64_t chunk, int64_t fewest) {
   check_devices(kOp, q, kv_cache, block_table, seq_lens, query_start_loc, out);
-  check_q(kOp, q);
-  check_cache(kOp, kv_cache, q, false, q.size(1));
+  check_q(kOp, q, true);
+  check_cache(kOp, kv_cache, q, true, q.size(1));
   check_batch(kOp, block_table, seq_lens, query_start_loc);
+  if (kv_scale) check_kv_scale(kOp, *kv_scale, kv_cache, q);
   check_out(kOp, out, q, out_scale ? &*out_scale : nullptr);
   check_numbers(kOp, scale, sliding_window, soft_cap);
+  if (sinks) check_sinks(*sinks, q);
+  if (chunk < 0 || chunk >= int64_t{1} << 31) {
+    fail(kOp, "chunk is ", chunk, ", expected 0 or a positive number below 2^31");
+  }
   check_sizes(q, kv_cache, seq_lens, fewest);
   if (q.size(0) == 0 || seq_lens.size(0) == 0) return;
 
@@ -45,22 +75,28 @@ void prefill_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& bl
   args.seq_lens = static_cast<const int*>(seq_lens.data_ptr());
   args.query_start = static_cast<const int*>(query_start_loc.data_ptr());
   args.out = out.data_ptr();
-  args.out_scale = out_scale ? static_cast<const float*>(out_scale->data_ptr()) : nullptr;
+  args.kv_scale = floats_of(kv_scale);
+  args.out_scale = floats_of(out_scale);
+  args.sinks = sinks ? sinks->data_ptr() : nullptr;
+  args.wide_sinks = sinks && sinks->scalar_type() == ScalarType::Float;
   args.num_seqs = static_cast<int>(seq_lens.size(0));
   args.fewest = static_cast<int>(fewest);
   args.heads = static_cast<int>(q.size(1));
-  args.group = static_cast<int>(q.size(1) / kv_cache.size(3));
+  args.kv_heads = static_cast<int>(kv_cache.size(3));
+  args.group = args.heads / args.kv_heads;
   while (int64_t{1} << args.log2_block_size < kv_cache.size(2)) ++args.log2_block_size;
   args.table_stride = block_table.stride(0);
   args.scale = static_cast<float>(scale);
   args.soft_cap = static_cast<float>(soft_cap);
   args.window = static_cast<int>(sliding_window);
-  const PrefillShape shape{q.data_ptr(), kv_cache.data_ptr(), q.size(0),
-                           q.stride(0),  kv_cache.size(0),    kv_cache.size(3)};
+  args.chunk = static_cast<int>(chunk);
+  const PrefillShape shape{q.data_ptr(), kv_cache.data_ptr(), q.size(0), q.stride(0),
+                           kv_cache.size(0)};
   const cudaStream_t stream = current_stream(q.get_device_index());
   const Element element =
       q.scalar_type() == ScalarType::BFloat16 ? Element::kBFloat16 : Element::kHalf;
-  const cudaError_t error = launch_prefill(args, shape, element, stream);
+  const bool fp8_cache = kv_cache.scalar_type() == ScalarType::Float8_e4m3fn;
+  const cudaError_t error = launch_of(q.size(2))(args, shape, element, fp8_cache, stream);
   if (error != cudaSuccess) {
     fail(kOp, "launch on q ", shape_of(q), " and kv_cache ", shape_of(kv_cache),
          " failed: ", cudaGetErrorString(error));
@@ -74,7 +110,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fw_cuda, m) {
   m.def(
       "prefill_attention(Tensor q, Tensor kv_cache, Tensor block_table, Tensor seq_lens, "
       "Tensor query_start_loc, Tensor(a!) out, float scale, int sliding_window, float soft_cap, "
-      "Tensor? out_scale, int fewest) -> ()");
+      "Tensor? kv_scale, Tensor? out_scale, Tensor? sinks, int chunk, int fewest) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fw_cuda, CUDA, m) {

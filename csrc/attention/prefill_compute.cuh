@@ -16,32 +16,49 @@ __device__ __forceinline__ Item uniform(const Item& item) {
 }
 
 // A thread has two rows, r and r + 8: sums of V, the greatest logit so far, the sum of weights.
+template <typename T>
 struct Rows {
-  float sums[kHeadDim / 2];
+  float sums[T::kHeadDim / 2];
   float peak[2], total[2];
 };
 
 template <typename T>
 struct Computer {
+  static constexpr int kHeadDim = T::kHeadDim, kTileKeys = T::kTileKeys, kLines = T::kLines;
+  static constexpr int kGroupBytes = T::kGroupBytes;
+
   const PrefillArgs& args;
-  uint32_t queries, rings;
-  Mailbox* box;
-  int group;  // 0 or 1
-  Cursor q, k, v;
+  uint32_t memory;
+  Mailbox<T>* box;
+  int group;        // 0 to kGroups - 1
+  int query, head;  // of the thread's first row, in the tile
+  int first_query;  // of the group's rows
+  Cursor<T::kQueryStages> q;
+  Cursor<T::kStages> k, v;
   Item item;
-  Rows rows;
+  float k_scale, v_scale;  // of the item, if K and V are FP8
+  Rows<T> rows;
   float logits[kTileKeys / 2];
   uint32_t weights[kTileKeys / 4];
 
+  __device__ __forceinline__ Computer(const PrefillArgs& args, uint32_t memory, Mailbox<T>* box,
+                                      int group)
+      : args(args), memory(memory), box(box), group(group) {
+    const int row = group * 64 + threadIdx.x / kWarpSize % 4 * 16 + lane() / 4;
+    head = row / args.tile_queries;
+    query = row - head * args.tile_queries;
+    const int first = uniform(group * 64 % args.tile_queries);
+    first_query = first + 64 <= args.tile_queries ? first : 0;  // else of several heads
+  }
+
   __device__ __forceinline__ int lane() const { return threadIdx.x % kWarpSize; }
-  __device__ __forceinline__ int row() const {
-    return group * 64 + threadIdx.x / kWarpSize % 4 * 16 + lane() / 4;
+  template <typename At>
+  __device__ __forceinline__ static int index_of(Part part, const At& at) {
+    return 2 * at.stage + part;
   }
-  __device__ __forceinline__ int query_of(int row) const {
-    return row & ((1 << args.query_shift) - 1);
-  }
-  __device__ __forceinline__ uint32_t stage_of(Part part, const Cursor& at) const {
-    return rings + (part * kStages + at.stage) * kKeysBytes;
+  template <typename At>
+  __device__ __forceinline__ uint32_t stage_of(Part part, const At& at) const {
+    return memory + T::kRingsAt + index_of(part, at) * T::kKeysBytes;
   }
   __device__ __forceinline__ void release(uint64_t& barrier) const {
     __syncwarp();
@@ -51,12 +68,13 @@ struct Computer {
     asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "r"(2 * kWarpgroupThreads) : "memory");
   }
   __device__ __forceinline__ void pass_turn() const {
-    asm volatile("bar.arrive %0, %1;" ::"r"(2 - group), "r"(2 * kWarpgroupThreads) : "memory");
+    const int next = group + 1 == T::kGroups ? 0 : group + 1;
+    asm volatile("bar.arrive %0, %1;" ::"r"(1 + next), "r"(2 * kWarpgroupThreads) : "memory");
   }
 
   // Where the MMAs' operands lie, as `operand` takes it.
   __device__ __forceinline__ uint32_t query_word() const {
-    const uint32_t at = queries + q.stage * kQueryBytes + group * 64 * kLineBytes;
+    const uint32_t at = memory + q.stage * T::kQueryBytes + group * 64 * kLineBytes;
     return uniform(static_cast<int>(low_word(at, 0)));
   }
   __device__ __forceinline__ uint32_t key_word() const {
@@ -72,10 +90,10 @@ struct Computer {
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) {
-      const int half = step / 4, within = step % 4 * 32;
+      const int line = step / 4, within = step % 4 * 32;
       multiply<typename T::Element>(
-          logits, operand<kAtomBytes>(query_word, half * kQueryHalfBytes + within),
-          operand<kGroupBytes>(key_word, half * kAtomBytes + within), step == 0);
+          logits, operand<kAtomBytes>(query_word, line * T::kQueryLineBytes + within),
+          operand<kGroupBytes>(key_word, line * kAtomBytes + within), step == 0);
     }
     wgmma_commit_group();
   }
@@ -87,23 +105,27 @@ struct Computer {
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kTileKeys / 16; ++step) {
-      multiply_add<typename T::Element>(rows.sums, weights + 4 * step,
-                                        operand<kGroupBytes>(value_word, 2 * step * kGroupBytes));
+      multiply_add<typename T::Weight>(rows.sums, weights + 4 * step,
+                                       operand<kGroupBytes>(value_word, 2 * step * kGroupBytes));
     }
     wgmma_commit_group();
   }
 
   __device__ __forceinline__ bool capped() const { return T::kGeneral && args.soft_cap > 0; }
 
+  __device__ __forceinline__ float scale() const {
+    return T::kFp8 ? args.scale * k_scale : args.scale;
+  }
+
   // The factor by which a logit becomes an exponent of 2.
   __device__ __forceinline__ float unit() const {
-    return (capped() ? args.soft_cap : args.scale) * 1.4426950408889634f;
+    return (capped() ? args.soft_cap : scale()) * kLog2E;
   }
 
   // Logits become parts of the soft cap, if there is one.
   __device__ __forceinline__ void cap() {
     if (!capped()) return;
-    const float factor = args.scale / args.soft_cap;
+    const float factor = scale() / args.soft_cap;
 #pragma unroll
     for (int i = 0; i < kTileKeys / 2; ++i) logits[i] = tanh_of(logits[i] * factor);
   }
@@ -111,12 +133,17 @@ struct Computer {
   // Sets the logits of keys that a query must not see to -infinity.
   __device__ __forceinline__ void mask(int tile) {
     const int first = tile * kTileKeys + lane() % 4 * 2;
-    const int position = item.position + query_of(row());
+    const int position = item.position + query;
+    int reach[2] = {0, 0};
+    if constexpr (T::kGeneral) {
+      reach[0] = reach_of(args, position);
+      reach[1] = reach_of(args, position + 8);
+    }
 #pragma unroll
     for (int i = 0; i < kTileKeys / 2; ++i) {
-      const int key = first + i / 4 * 8 + i % 2, query_at = position + i / 2 % 2 * 8;
-      bool hidden = key > query_at;
-      if constexpr (T::kGeneral) hidden |= args.window > 0 && key <= query_at - args.window;
+      const int key = first + i / 4 * 8 + i % 2, r = i / 2 % 2;
+      bool hidden = key > position + 8 * r;
+      if constexpr (T::kGeneral) hidden |= key < reach[r];
       if (hidden) logits[i] = -INFINITY;
     }
   }
@@ -157,21 +184,22 @@ struct Computer {
   __device__ __forceinline__ void round_weights() {
 #pragma unroll
     for (int i = 0; i < kTileKeys / 4; ++i) {
-      weights[i] = pack<typename T::Element>(logits[2 * i], logits[2 * i + 1]);
+      weights[i] = pack<typename T::Weight>(logits[2 * i], logits[2 * i + 1]);
     }
   }
 
-  __device__ __forceinline__ void wait_full(Part part, const Cursor& at) const {
-    barrier_wait(shared_address(&box->full[part][at.stage]), at.parity);
+  template <typename At>
+  __device__ __forceinline__ void wait_full(Part part, const At& at) const {
+    barrier_wait(shared_address(box->full + index_of(part, at)), at.parity);
   }
 
   __device__ __forceinline__ void clear_values(int begin, int end) const {
     const uint32_t from = stage_of(kValues, v);
-    for (int i = threadIdx.x % kWarpgroupThreads; i < (end - begin) * kHalves * 8;
+    for (int i = threadIdx.x % kWarpgroupThreads; i < (end - begin) * kLines * 8;
          i += kWarpgroupThreads) {
-      const int chunk = i % 8, half = i / 8 % kHalves, token = begin + i / (8 * kHalves);
+      const int chunk = i % 8, line = i / 8 % kLines, token = begin + i / (8 * kLines);
       store_shared(
-          from + token / 8 * kGroupBytes + half * kAtomBytes + token % 8 * kLineBytes + chunk * 16,
+          from + token / 8 * kGroupBytes + line * kAtomBytes + token % 8 * kLineBytes + chunk * 16,
           float4{0, 0, 0, 0});
     }
   }
@@ -187,7 +215,8 @@ struct Computer {
     clear_values(low & ~box, low);
     clear_values(high, (high + box) & ~box);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    asm volatile("bar.sync %0, %1;" ::"r"(3 + group), "r"(kWarpgroupThreads) : "memory");
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + T::kGroups + group), "r"(kWarpgroupThreads)
+                 : "memory");
   }
 
   template <bool kMasked>
@@ -201,7 +230,8 @@ struct Computer {
     pass_turn();
     wgmma_wait_group<1>();
     pin(logits);
-    release(box->empty[kKeys][k.stage]);
+    if (tile == item.begin) release(box->query_empty[q.stage]);
+    release(box->empty[index_of(kKeys, k)]);
     k.advance();
     cap();
     if constexpr (kMasked) mask(tile);
@@ -210,7 +240,7 @@ struct Computer {
     wgmma_wait_group<0>();
     pin(rows.sums);
     pin(weights);
-    release(box->empty[kValues][v.stage]);
+    release(box->empty[index_of(kValues, v)]);
     v.advance();
     round_weights();
 #pragma unroll
@@ -232,7 +262,8 @@ struct Computer {
     pass_turn();
     wgmma_wait_group<0>();
     pin(logits);
-    release(box->empty[kKeys][k.stage]);
+    if (tile == item.begin) release(box->query_empty[q.stage]);
+    release(box->empty[index_of(kKeys, k)]);
     k.advance();
     cap();
     mask(tile);
@@ -241,19 +272,39 @@ struct Computer {
     round_weights();
     clear_unseen(tile);
     --tile;
-    // The first tile that all of this warpgroup's queries see to its end.
-    const int seen = T::kGeneral ? 0 : (item.position + query_of(group * 64) + 1) / kTileKeys;
-    for (; tile >= max(seen, item.begin); --tile) step<true>(tile);
-    for (; tile >= item.begin; --tile) step<T::kGeneral>(tile);
-    release(box->empty[kQueries][q.stage]);
+    // Tiles below `seen` lie before all of this warpgroup's queries, tiles from `reached` on within
+    // reach of the tile's last.
+    const int seen = (item.position + first_query + 1) / kTileKeys;
+    if constexpr (T::kGeneral) {
+      const int last = reach_of(args, item.position + item.queries - 1);
+      const int reached = (last + kTileKeys - 1) / kTileKeys;
+      for (; tile >= item.begin; --tile) {
+        if (tile >= seen || tile < reached) {
+          step<true>(tile);
+        } else {
+          step<false>(tile);
+        }
+      }
+    } else {
+      for (; tile >= max(seen, item.begin); --tile) step<true>(tile);
+      for (; tile >= item.begin; --tile) step<false>(tile);
+    }
     q.advance();
     wait_full(kValues, v);
     start_sums(value_word());
     wgmma_wait_group<0>();
     pin(rows.sums);
-    release(box->empty[kValues][v.stage]);
+    release(box->empty[index_of(kValues, v)]);
     v.advance();
     store();
+  }
+
+  // The logit of the thread's head that has no value.
+  __device__ __forceinline__ float sink() const {
+    const int at = item.head + head;
+    return args.wide_sinks ? __ldg(static_cast<const float*>(args.sinks) + at)
+                           : static_cast<float>(
+                                 __ldg(static_cast<const typename T::Element*>(args.sinks) + at));
   }
 
   __device__ __forceinline__ void store() {
@@ -263,7 +314,8 @@ struct Computer {
       float total = rows.total[r];
       total += __shfl_xor_sync(kAllLanes, total, 1);
       total += __shfl_xor_sync(kAllLanes, total, 2);
-      inverse[r] = 1.0f / total;
+      if (args.sinks) total += exp2_approx(sink() * kLog2E - rows.peak[r] * unit());
+      inverse[r] = (T::kFp8 ? v_scale : 1.0f) / total;
     }
     if (args.out_scale) {
       const float scale = 1.0f / *args.out_scale;
@@ -280,12 +332,10 @@ struct Computer {
     const int quad = lane() % 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int at = row() + 8 * r, query = query_of(at),
-                head = item.head + (at >> args.query_shift);
+      const int64_t token = item.token + query + 8 * r;
       const float factor = r == 0 ? low : high;
-      Out* to = static_cast<Out*>(args.out) +
-                (static_cast<int64_t>(item.token + query) * args.heads + head) * kHeadDim;
-      const bool live = query < item.queries;
+      Out* to = static_cast<Out*>(args.out) + (token * args.heads + item.head + head) * kHeadDim;
+      const bool live = query + 8 * r < item.queries;
 #pragma unroll
       for (int base = 0; base < kHeadDim / 8; base += 4) {
         if constexpr (sizeof(Out) == 1) {
@@ -316,14 +366,19 @@ struct Computer {
   }
 
   __device__ __forceinline__ void run() {
-    if (group == 1) pass_turn();  // the first is the other's
+    if (group == T::kGroups - 1) pass_turn();  // the first is that of the first
     for (;;) {
-      wait_full(kQueries, q);
+      barrier_wait(shared_address(box->query_full + q.stage), q.parity);
       item = uniform(box->item[q.stage]);
       if (item.begin == item.end) break;
+      if constexpr (T::kFp8) {
+        const float* scales = args.kv_scale ? args.kv_scale + item.head / args.group : nullptr;
+        k_scale = scales ? __ldg(scales) : 1.0f;
+        v_scale = scales ? __ldg(scales + args.kv_heads) : 1.0f;
+      }
       compute_item();
     }
-    if (group == 0) take_turn();  // what the other passed last
+    if (group == 0) take_turn();  // what the last passed last
   }
 };
 

@@ -1,4 +1,4 @@
-// The warp of a prefill block that fills shared memory, ahead of those that compute.
+// The warp of a prefill block that copies into shared memory, ahead of those that compute.
 #pragma once
 
 #include "prefill_tile.cuh"
@@ -27,71 +27,78 @@ __device__ __forceinline__ void copy_lines(uint32_t to, const CUtensorMap& map, 
       : "memory");
 }
 
+template <typename T>
 struct Filler {
   const PrefillArgs& args;
   const CUtensorMap& kv_map;
-  uint32_t queries, rings;  // shared: of q, of K and V
-  Mailbox* box;
-  Cursor cursor[3];
+  uint32_t memory;
+  Mailbox<T>* box;
+  Cursor<T::kQueryStages> query_at;
+  Cursor<T::kFp8 ? T::kRawStages : 2 * T::kStages> at;  // of K and V, in turns
   Item item;
   const int* table;  // of the item's sequence
 
   // The cache's group of eight tokens where this lane's copy of tile t begins, of K; or none.
   __device__ __forceinline__ int group_of(int t) const {
-    const int position = t * kTileKeys + (threadIdx.x % kWarpSize << args.box_shift);
+    const int position = t * T::kTileKeys + (threadIdx.x % kWarpSize << args.box_shift);
     const bool readable = position < item.position + item.queries &&
                           position + (1 << args.box_shift) > reach_of(args, item.position) &&
                           t >= item.begin;
-    if (!readable) return -kTileKeys;
+    if (!readable) return -T::kTileKeys;
     const int block_id = __ldg(table + (position >> args.log2_block_size));
     const int within = position & ((1 << args.log2_block_size) - 1);
     return (2 * block_id << (args.log2_block_size - 3)) + (within >> 3);
   }
 
-  // Waits for the stage and says what will come; lane 0 leaves the item with q.
-  template <Part kPart>
-  __device__ __forceinline__ uint32_t open(int bytes) {
-    const Cursor& at = cursor[kPart];
-    const uint32_t full = shared_address(&box->full[kPart][at.stage]);
-    barrier_wait(shared_address(&box->empty[kPart][at.stage]), at.parity ^ 1);
-    if (threadIdx.x % kWarpSize == 0) {
-      if (kPart == kQueries) box->item[at.stage] = item;
-      barrier_expect_bytes(full, bytes);
-    }
+  // Waits for the stage and says what will come.
+  __device__ __forceinline__ uint32_t open(uint64_t* full, uint64_t* empty, uint32_t parity,
+                                           int bytes) {
+    barrier_wait(shared_address(empty), parity ^ 1);
+    if (threadIdx.x % kWarpSize == 0) barrier_expect_bytes(shared_address(full), bytes);
     __syncwarp();
-    return full;
+    return shared_address(full);
+  }
+
+  // The item comes with its q.
+  __device__ __forceinline__ uint32_t open_queries(int bytes) {
+    const int stage = query_at.stage;
+    barrier_wait(shared_address(box->query_empty + stage), query_at.parity ^ 1);
+    if (threadIdx.x % kWarpSize == 0) box->item[stage] = item;
+    return open(box->query_full + stage, box->query_empty + stage, query_at.parity, bytes);
   }
 
   // K or V of a tile; `group` is this lane's.
-  template <Part kPart>
-  __device__ __forceinline__ void fill(int group) {
-    const uint32_t full = open<kPart>(kKeysBytes);
+  __device__ __forceinline__ void fill(Part part, int group) {
+    constexpr int kBytes = T::kFp8 ? T::kRawBytes : T::kKeysBytes;
+    uint64_t* const full = T::kFp8 ? box->raw_full : box->full;
+    uint64_t* const empty = T::kFp8 ? box->raw_empty : box->empty;
+    const uint32_t barrier = open(full + at.stage, empty + at.stage, at.parity, kBytes);
     const int lane = threadIdx.x % kWarpSize;
-    if (lane < kTileKeys >> args.box_shift) {
-      const uint32_t to = rings + (kPart * kStages + cursor[kPart].stage) * kKeysBytes +
-                          (lane << args.box_shift) * kHeadDim * 2;
-      const int v = kPart == kKeys || group < 0 ? 0 : 1 << (args.log2_block_size - 3);
-      copy_lines(to, kv_map, 0, item.head / args.group * kHalves, group + v, full);
+    if (lane < T::kTileKeys >> args.box_shift) {
+      const uint32_t to = memory + (T::kFp8 ? T::kRawAt : T::kRingsAt) + at.stage * kBytes +
+                          (lane << args.box_shift) * (kBytes / T::kTileKeys);
+      const int v = part == kKeys || group < 0 ? 0 : 1 << (args.log2_block_size - 3);
+      const int head = item.head / args.group * (T::kFp8 ? 1 : T::kLines);
+      copy_lines(to, kv_map, 0, head, group + v, barrier);
     }
-    cursor[kPart].advance();
+    at.advance();
   }
 
-  // A copy for each head of the tile and half of a row.
-  __device__ __forceinline__ void fill_queries(const CUtensorMap& q_map) {
-    const uint32_t full = open<kQueries>(kQueryBytes);
-    const int heads = kTileRows >> args.query_shift, lane = threadIdx.x % kWarpSize;
-    const int half = lane / heads, head = lane % heads;
-    if (half < kHalves) {
-      const uint32_t to = queries + cursor[kQueries].stage * kQueryBytes + half * kQueryHalfBytes +
-                          (head << args.query_shift) * kLineBytes;
-      copy_lines(to, q_map, item.token, (item.head + head) * kHalves + half, full);
+  // A copy for each head of the tile and line of a row.
+  __device__ __forceinline__ void fill_queries(const CUtensorMap& q_map, int heads) {
+    const uint32_t barrier = open_queries(T::kQueryBytes);
+    const int lane = threadIdx.x % kWarpSize, line = lane / heads, head = lane % heads;
+    if (line < T::kLines) {
+      const uint32_t to = memory + query_at.stage * T::kQueryBytes + line * T::kQueryLineBytes +
+                          head * args.tile_queries * kLineBytes;
+      copy_lines(to, q_map, item.token, (item.head + head) * T::kLines + line, barrier);
     }
-    cursor[kQueries].advance();
+    query_at.advance();
   }
 
   __device__ __forceinline__ void say_end() {
     item = Item{};
-    open<kQueries>(0);
+    open_queries(0);
     if (threadIdx.x % kWarpSize > 0) return;
     if (atomicAdd(&blocks_done, 1) == gridDim.x - 1) items_taken = blocks_done = 0;
   }
@@ -100,23 +107,23 @@ struct Filler {
   __device__ __forceinline__ void run(const CUtensorMap& q_map, int2* list) {
     Sequences sequences{list};
     sequences.collect(args);
-    const int head_shift = kTileRowsShift - args.query_shift;
-    const int shares = args.heads >> head_shift, items = sequences.total * shares;
+    const int heads = T::kRows / args.tile_queries;
+    const int shares = args.heads / heads, items = sequences.total * shares;
     wait_for_previous();
     for (int n = blockIdx.x; n < items;) {
       int seq, tile;
       sequences.find(n / shares, seq, tile);
-      item = item_of(args, seq, tile, n % shares << head_shift);
+      item = item_of<T::kTileKeys>(args, seq, tile, n % shares * heads);
       table = args.block_table + seq * args.table_stride;
       int group = group_of(item.end - 1);
-      fill_queries(q_map);
+      fill_queries(q_map, heads);
       unsigned taken = 0;
       if (threadIdx.x % kWarpSize == 0) taken = atomicAdd(&items_taken, 1);
       for (int t = item.end - 1; t >= item.begin; --t) {
         const int here = group;
         group = group_of(t - 1);  // ahead, since it takes a while
-        fill<kKeys>(here);
-        fill<kValues>(here);
+        fill(kKeys, here);
+        fill(kValues, here);
       }
       n = gridDim.x + __shfl_sync(kAllLanes, taken, 0);
     }

@@ -11,9 +11,6 @@
 
 namespace fusewright::attention {
 
-constexpr int kTileKeysShift = 7;
-constexpr int kTileKeys = 1 << kTileKeysShift;
-
 // A tile, as the warp that fills shared memory leaves it for those that compute.
 struct Item {
   int token;     // row of q and out
@@ -34,7 +31,7 @@ struct Sequences {
 
   // One warp calls it. It reads lengths only.
   __device__ __forceinline__ void collect(const PrefillArgs& args) {
-    const int lane = threadIdx.x % kWarpSize, least = (1 << args.query_shift) - 1;
+    const int lane = threadIdx.x % kWarpSize, least = args.tile_queries - 1;
     count = total = above = before = 0;
 #pragma unroll 4
     for (int base = 0; base < args.num_seqs; base += kWarpSize) {
@@ -45,8 +42,8 @@ struct Sequences {
         length = __ldg(args.seq_lens + seq);
       }
       const bool live = queries >= args.fewest && length > 0;
-      const int own = live ? (queries + least) >> args.query_shift : 0;
-      const int last = live ? ((length - queries + least) >> args.query_shift) + own : 0;
+      const int own = live ? (queries + least) / args.tile_queries : 0;
+      const int last = live ? (length - queries + least) / args.tile_queries + own : 0;
       const unsigned lives = __ballot_sync(kAllLanes, live);
       if (live) {
         list[count + __popc(lives & ((1u << lane) - 1))] = int2{last, own << kIndexBits | seq};
@@ -109,18 +106,20 @@ struct Sequences {
 
 // The first position that the query at `position` sees.
 __device__ __forceinline__ int reach_of(const PrefillArgs& args, int position) {
-  return args.window > 0 ? max(position - args.window + 1, 0) : 0;
+  const int first = args.window > 0 ? max(position - args.window + 1, 0) : 0;
+  return args.chunk > 0 ? max(first, position / args.chunk * args.chunk) : first;
 }
 
 // Makes the item of a tile, from lengths that collect has read before.
+template <int kTileKeys>
 __device__ __forceinline__ Item item_of(const PrefillArgs& args, int seq, int tile, int head) {
   const int start = __ldg(args.query_start + seq);
   const int queries = __ldg(args.query_start + seq + 1) - start;
-  const int first = tile << args.query_shift;
+  const int first = tile * args.tile_queries;
   Item item;
   item.seq_len = __ldg(args.seq_lens + seq);
   item.token = start + first;
-  item.queries = min(queries - first, 1 << args.query_shift);
+  item.queries = min(queries - first, args.tile_queries);
   item.head = head;
   item.position = item.seq_len - queries + first;
   item.begin = reach_of(args, item.position) / kTileKeys;

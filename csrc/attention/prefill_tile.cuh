@@ -1,47 +1,98 @@
-// What the warp that fills shared memory and those that compute share: the tile, its barriers.
+// What the warps that fill shared memory and those that compute share: the tile, its barriers.
 #pragma once
 
 #include <cuda.h>
+
+#include <type_traits>
 
 #include "../common/wgmma.cuh"
 #include "prefill_items.cuh"
 
 namespace fusewright::attention {
 
-constexpr int kComputeWarps = 8;
 constexpr int kLineBytes = 128;
-constexpr int kHalves = 2;                         // lines that a row has
-constexpr int kGroupBytes = kHalves * kAtomBytes;  // of eight tokens of K or V
-constexpr int kQueryHalfBytes = kTileRows * kLineBytes;
-constexpr int kQueryBytes = kHalves * kQueryHalfBytes;
-constexpr int kKeysBytes = kTileKeys * kHalves * kLineBytes;
-constexpr int kStages = 2;  // of q, of K and of V in shared memory
-constexpr int kTileBytes = kStages * (kQueryBytes + 2 * kKeysBytes);
+constexpr int kConverters = 3;  // warps that widen FP8
 
-// kGeneral: with a window or a soft cap.
-template <typename E, bool kIsGeneral>
+// E is the type of q, C that of the cache. kIsGeneral: with a window, chunks or a soft cap.
+//
+// Registers of a thread that computes, and shared memory in KB:
+//   head_dim | rows x keys | sums, logits, weights | q, K and V, as stored in FP8
+//         64 | 192 x 128   |  32 + 64 + 32         | 2 x 24, 2 x 32, 4 x  8
+//        128 | 128 x 128   |  64 + 64 + 32         | 2 x 32, 2 x 64, 2 x 16 and q once
+//        256 | 128 x  64   | 128 + 32 + 16         | 1 x 64, 2 x 64, 2 x 16
+// With a head_dim of 64 the softmax takes as long as the MMAs, so two warpgroups have their softmax
+// while a third has its MMAs. A mask's bounds would not fit their registers: kIsGeneral has two.
+template <typename E, typename C, int kDim, bool kIsGeneral>
 struct PrefillTile {
   using Element = E;
+  static constexpr bool kFp8 = sizeof(C) == 1;
+  // Of the weights and of V in the second MMA: e4m3 is exact in fp16, and cheaper to widen to it.
+  using Weight = std::conditional_t<kFp8, __half, E>;
   static constexpr bool kGeneral = kIsGeneral;
+
+  static constexpr int kHeadDim = kDim;
+  static constexpr int kTileKeys = kDim == 256 ? 64 : 128;
+  static constexpr int kGroups =
+      kDim == 64 && !kGeneral ? 3 : 2;        // warpgroups that compute 64 rows each
+  static constexpr int kRows = 64 * kGroups;  // queries x heads
+  static constexpr int kThreads = (kGroups + 1) * kWarpgroupThreads;
+  static constexpr int kComputeWarps = 4 * kGroups;
+  static constexpr int kComputeRegisters = kGroups == 3 ? 160 : kFp8 ? 224 : 232;
+  static constexpr int kFillRegisters = kGroups == 3 ? 32 : kFp8 ? 56 : 40;
+
+  static constexpr int kStages = 2;  // of K and of V
+  static constexpr int kQueryStages = kDim == 256 || (kFp8 && kDim == 128) ? 1 : 2;
+  static constexpr int kRawStages = !kFp8 ? 0 : kDim == 64 ? 4 : 2;  // of K or V
+
+  static constexpr int kLines = kDim * 2 / kLineBytes;     // that a row has
+  static constexpr int kGroupBytes = kLines * kAtomBytes;  // of eight tokens of K or V
+  static constexpr int kQueryLineBytes = kRows * kLineBytes;
+  static constexpr int kQueryBytes = kLines * kQueryLineBytes;
+  static constexpr int kKeysBytes = kTileKeys * kLines * kLineBytes;
+  static constexpr int kRawBytes = kTileKeys * kDim;
+  static constexpr int kRingsAt = kQueryStages * kQueryBytes;
+  static constexpr int kRawAt = kRingsAt + 2 * kStages * kKeysBytes;
+  static constexpr int kBytes = kRawAt + kRawStages * kRawBytes;
 };
 
-enum Part { kKeys, kValues, kQueries };
+enum Part { kKeys, kValues };
 
-// Barriers of a block, and what comes with q.
+// Barriers of a block, and what comes with q. K and V alternate: stage s has its K at 2 s.
+template <typename T>
 struct alignas(16) Mailbox {
-  uint64_t full[3][kStages], empty[3][kStages];
-  Item item[kStages];
+  uint64_t full[2 * T::kStages], empty[2 * T::kStages];
+  uint64_t query_full[T::kQueryStages], query_empty[T::kQueryStages];
+  uint64_t raw_full[T::kRawStages + 1], raw_empty[T::kRawStages + 1];  // none is no array
+  Item item[T::kQueryStages];
+
+  // By one thread.
+  __device__ __forceinline__ void init() {
+    constexpr int kFillers = T::kFp8 ? kConverters : 1;
+    for (int i = 0; i < 2 * T::kStages; ++i) {
+      barrier_init(shared_address(full + i), kFillers);
+      barrier_init(shared_address(empty + i), T::kComputeWarps);
+    }
+    for (int i = 0; i < T::kQueryStages; ++i) {
+      barrier_init(shared_address(query_full + i), 1);
+      barrier_init(shared_address(query_empty + i), T::kComputeWarps + (T::kFp8 ? kConverters : 0));
+    }
+    for (int i = 0; i < T::kRawStages; ++i) {
+      barrier_init(shared_address(raw_full + i), 1);
+      barrier_init(shared_address(raw_empty + i), kConverters);
+    }
+    barrier_init_fence();
+  }
 };
 
-// The next stage of a part, and which time around it is.
+// The next stage of a ring, and which time around it is.
+template <int kCount>
 struct Cursor {
   int stage = 0;
   uint32_t parity = 0;
   __device__ __forceinline__ void advance() {
-    stage ^= 1;
+    stage = stage + 1 == kCount ? 0 : stage + 1;
     parity ^= stage == 0;
   }
 };
-static_assert(kStages == 2);
 
 }  // namespace fusewright::attention

@@ -7,6 +7,7 @@
 #include <cuda_fp8.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace fusewright {
 
@@ -163,6 +164,56 @@ __device__ __forceinline__ void multiply_add<__half>(float (&d)[64], const uint3
                                                      uint64_t b) {
   FW_FROM_REGISTERS("f16");
 }
+
+// The same for 64 rows of b; and for 64 or 256 columns of b.
+#define FW_FROM_SHARED_64(TYPE)                                                    \
+  asm volatile(                                                                    \
+      "{\n\t.reg .pred add;\n\tsetp.ne.b32 add, %34, 0;\n\t"                       \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" FW_NAMES_32 \
+      "}, %32, %33, add, 1, 1, 0, 0;\n\t}"                                         \
+      : FW_32(d, 0)                                                                \
+      : "l"(a), "l"(b), "r"(fresh ? 0 : 1))
+#define FW_FROM_REGISTERS_64(TYPE)                                                          \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" FW_NAMES_32 \
+               "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"                                  \
+               : FW_32(d, 0)                                                                \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+#define FW_FROM_REGISTERS_256(TYPE)                                                           \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " {" FW_NAMES_128 \
+               "}, {%128, %129, %130, %131}, %132, 1, 1, 1, 1;"                               \
+               : FW_32(d, 0), FW_32(d, 32), FW_32(d, 64), FW_32(d, 96)                        \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
+template <typename M>
+__device__ __forceinline__ void multiply(float (&d)[32], uint64_t a, uint64_t b, bool fresh) {
+  if constexpr (std::is_same_v<M, __half>) {
+    FW_FROM_SHARED_64("f16");
+  } else {
+    FW_FROM_SHARED_64("bf16");
+  }
+}
+
+template <typename M>
+__device__ __forceinline__ void multiply_add(float (&d)[32], const uint32_t* a, uint64_t b) {
+  if constexpr (std::is_same_v<M, __half>) {
+    FW_FROM_REGISTERS_64("f16");
+  } else {
+    FW_FROM_REGISTERS_64("bf16");
+  }
+}
+
+template <typename M>
+__device__ __forceinline__ void multiply_add(float (&d)[128], const uint32_t* a, uint64_t b) {
+  if constexpr (std::is_same_v<M, __half>) {
+    FW_FROM_REGISTERS_256("f16");
+  } else {
+    FW_FROM_REGISTERS_256("bf16");
+  }
+}
+
+#undef FW_FROM_SHARED_64
+#undef FW_FROM_REGISTERS_64
+#undef FW_FROM_REGISTERS_256
 
 // Stores four 8 x 8 matrices of 16-bit elements to shared memory. Lane i gives the address of row
 // i % 8 of matrix i / 8. A word holds two neighbouring elements, as an MMA leaves them.

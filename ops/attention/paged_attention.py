@@ -200,6 +200,11 @@ def _prefill(*args: Any) -> list[Launch]:
     return kernels.prefill(*args)
 
 
+def _decode(*args: Any) -> list[Launch]:
+    _fake(*args)
+    return kernels.decode(*args)
+
+
 _invariant = partial(_launches, invariant=True)
 
 
@@ -261,7 +266,7 @@ OP = SemanticOp(
     cases=cases,
     cost=_cost,
     implementations=(
-        by_cuda(_prefill, _triton_supports),
+        by_cuda(_prefill, _decode, _triton_supports),
         triton(_launches, _triton_supports),
         Implementation("native", _native, on_host=True),
         triton(_invariant, _triton_supports, name="invariant", opt_in=True),

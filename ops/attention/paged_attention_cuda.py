@@ -1,8 +1,8 @@
 """Runs ``paged_attention`` with the kernels of csrc: the implementation ``cuda``.
 
-The decode kernel takes sequences with one query, a prefill kernel the rest: csrc's for a head_dim
-of 128 and K and V of q's dtype, else Triton's.  Which of them are launched follows from shapes and
-dtypes alone, so a captured graph serves any lengths.
+A decode kernel takes sequences with one query, a prefill kernel the rest; each is csrc's where that
+takes the call, else Triton's.  Which of them are launched follows from shapes, dtypes and features
+alone, so a captured graph serves any lengths.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from ..core.op import Implementation, on_gpu
 from ..core.target import Target, here
 from ..launches.paged_attention import AttentionArgs
 
-_HEAD_DIMS = (64, 128)
-_PREFILL_HEAD_DIM = 128
+_HEAD_DIMS = (64, 128, 256)
+_DECODE_HEAD_DIMS = (64, 128)
+# Where K and V, as stored in FP8 and widened, fill shared memory: head_dim, most sequences.
+_WIDEST, _MOST_SEQS_OF_WIDEST = 256, 64
 _BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 _MAX_GROUP = 16
 
-Prefill: TypeAlias = Callable[..., list[Launch]]
+Part: TypeAlias = Callable[..., list[Launch]]
 
 
 def has_decodes(args: tuple[Any, ...]) -> bool:
@@ -43,17 +45,31 @@ def has_prefills(args: tuple[Any, ...]) -> bool:
 
 
 def _own_prefill_refuses(call: AttentionArgs, rows: int, target: Target) -> str:
-    """Why the prefills of a call are not csrc's: it multiplies K and V as they are stored."""
-    if call.kv_cache.dtype != call.q.dtype:
-        return f"K and V are {call.kv_cache.dtype}, q is {call.q.dtype}"
-    if (head_dim := call.q.shape[2]) != _PREFILL_HEAD_DIM:
-        return f"head_dim {head_dim}: no faster than Triton's but at {_PREFILL_HEAD_DIM}"
+    """Why the prefills of a call are not csrc's."""
+    fills = call.q.shape[2] == _WIDEST and call.kv_cache.dtype != call.q.dtype
+    if fills and (num_seqs := len(call.seq_lens)) > _MOST_SEQS_OF_WIDEST:
+        return f"{num_seqs} sequences of head_dim {_WIDEST} in FP8: up to {_MOST_SEQS_OF_WIDEST}"
+    return ""
+
+
+def _own_decode_refuses(call: AttentionArgs, rows: int, target: Target) -> str:
+    """Why the decodes of a call are not csrc's."""
+    _, num_heads, head_dim = call.q.shape
+    if head_dim not in _DECODE_HEAD_DIMS:
+        return f"head_dim {head_dim}: the kernel takes {' and '.join(map(str, _DECODE_HEAD_DIMS))}"
+    if (group := num_heads // call.kv_cache.shape[3]) > _MAX_GROUP:
+        return f"{group} heads share a KV head: a group has at most {_MAX_GROUP}"
+    if call.sinks is not None:
+        return "sinks: the kernel's softmax has none"
+    if call.chunk:
+        return f"chunks of {call.chunk} positions: the kernel knows sliding windows alone"
     return ""
 
 
 OWN_PREFILL = Kernel("csrc prefill_attention", _own_prefill_refuses)
 PREFILLS = (OWN_PREFILL, Kernel("_prefill_kernel"))
-DECODES = (Kernel("csrc paged_attention"),)
+OWN_DECODE = Kernel("csrc paged_attention", _own_decode_refuses)
+DECODES = (OWN_DECODE, Kernel("_decode_kernel"))
 
 
 def has_own_prefill(args: tuple[Any, ...]) -> bool:
@@ -62,13 +78,20 @@ def has_own_prefill(args: tuple[Any, ...]) -> bool:
     return not call.is_decode and not _own_prefill_refuses(call, len(call.q), here(call.q.device))
 
 
+def has_own_decode(args: tuple[Any, ...]) -> bool:
+    """Whether a call may have decodes, and they are csrc's."""
+    call = AttentionArgs(*args)
+    refuses = _own_decode_refuses(call, len(call.q), here(call.q.device))
+    return has_decodes(args) and not refuses
+
+
 def prefill(*args: Any) -> None:
     """The sequences with more than one query; a lone one whatever it has.
 
     Algorithm: FlashAttention-3 (Shah et al., 2024).
     """
     call, fewest = AttentionArgs(*args), 2 if has_decodes(args) else 1
-    torch.ops.fw_cuda.prefill_attention.default(*call[:9], call.out_scale, fewest)
+    torch.ops.fw_cuda.prefill_attention.default(*call, fewest)
 
 
 def decode(*args: Any) -> None:
@@ -76,13 +99,13 @@ def decode(*args: Any) -> None:
     torch.ops.fw_cuda.decode_attention.default(*AttentionArgs(*args)[:11])
 
 
-def _run(*args: Any, triton_prefill: Callable[..., None]) -> None:
+def _run(*args: Any, by_triton: Callable[..., None]) -> None:
+    """csrc's parts; then Triton's, which are launched if there are any."""
     if has_own_prefill(args):
         prefill(*args)
-    elif has_prefills(args):
-        triton_prefill(*args)
-    if has_decodes(args):
+    if has_own_decode(args):
         decode(*args)
+    by_triton(*args)
 
 
 def choices(*args: Any) -> tuple[Choice, ...]:
@@ -96,40 +119,37 @@ def choices(*args: Any) -> tuple[Choice, ...]:
     return tuple(select(call, rows, target, kernels, of) for of, kernels, is_run in parts if is_run)
 
 
-def _launches(*args: Any, triton_prefill: Prefill) -> Launches[None]:
-    by_triton = has_prefills(args) and not has_own_prefill(args)
-    return triton_prefill(*args) if by_triton else [], None
+def _launches(*args: Any, triton_prefill: Part, triton_decode: Part) -> Launches[None]:
+    prefills = has_prefills(args) and not has_own_prefill(args)
+    decodes = has_decodes(args) and not has_own_decode(args)
+    launches = [*triton_prefill(*args)] if prefills else []
+    return [*launches, *(triton_decode(*args) if decodes else [])], None
 
 
 def _supports(desc: OpDesc, triton_supports: Callable[[OpDesc], str]) -> str:
     q, kv_cache = desc["q"], desc["kv_cache"]
-    _, num_heads, head_dim = q.shape
-    _, _, block_size, kv_heads, _ = kv_cache.shape
+    head_dim, block_size = q.shape[2], kv_cache.shape[2]
     if reason := why_no_csrc(desc):
         return reason
     if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"q is {q.dtype}: the kernel takes bfloat16 and float16"
+        return f"q is {q.dtype}: the kernels take bfloat16 and float16"
     if kv_cache.dtype not in (q.dtype, E4M3):
         return f"KV cache is {kv_cache.dtype}, q is {q.dtype}"
     if head_dim not in _HEAD_DIMS:
-        return f"head_dim {head_dim}: the kernel takes {' and '.join(map(str, _HEAD_DIMS))}"
+        return f"head_dim {head_dim}: the kernels take {', '.join(map(str, _HEAD_DIMS))}"
     if block_size not in _BLOCK_SIZES:
-        return f"block size {block_size}: the kernel takes powers of two from 8 to 256"
-    if num_heads // kv_heads > _MAX_GROUP:
-        return f"{num_heads} heads share {kv_heads} KV heads: a group has at most {_MAX_GROUP}"
-    if desc["sinks"] is not None:
-        return "sinks: the kernel's softmax has none"
-    if desc["chunk"]:
-        return f"chunks of {desc['chunk']} positions: the kernel knows sliding windows alone"
+        return f"block size {block_size}: the kernels take powers of two from 8 to 256"
     return triton_supports(desc)
 
 
-def by_cuda(triton_prefill: Prefill, triton_supports: Callable[[OpDesc], str]) -> Implementation:
-    """The implementation; both arguments are the Triton implementation's."""
-    launches = partial(_launches, triton_prefill=triton_prefill)
+def by_cuda(
+    triton_prefill: Part, triton_decode: Part, triton_supports: Callable[[OpDesc], str]
+) -> Implementation:
+    """The implementation; the arguments are the Triton implementation's."""
+    launches = partial(_launches, triton_prefill=triton_prefill, triton_decode=triton_decode)
     return on_gpu(
         "cuda",
-        partial(_run, triton_prefill=run_launches(launches)),
+        partial(_run, by_triton=run_launches(launches)),
         partial(_supports, triton_supports=triton_supports),
         launches=launches,
         selects=choices,

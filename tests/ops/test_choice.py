@@ -69,10 +69,7 @@ def attention(tokens: int, seqs: int, dtype: torch.dtype = BF16) -> tuple[Any, .
         (
             *("paged_attention", "cuda", attention(70, 1, FP8)),
             [
-                (
-                    "attention of prefills -> _prefill_kernel (csrc prefill_attention: K and V are "
-                    "torch.float8_e4m3fn, q is torch.bfloat16)"
-                )
+                "attention of prefills -> csrc prefill_attention",
             ],
         ),
         (

@@ -48,12 +48,13 @@ def description(dtype: torch.dtype = torch.bfloat16, sm: int = 90, **options: An
         (description(sm=0), "not an unknown one"),
         (replace(description(), device="cpu"), "on cpu, not CUDA"),
         (description(torch.float32), "q is torch.float32"),
-        (description(heads=(4, 2, 80)), "head_dim 80: the kernel takes 64 and 128"),
+        (description(heads=(4, 2, 80)), "head_dim 80: the kernels take 64, 128, 256"),
+        (description(heads=(4, 2, 256), fp8="kv"), ""),
         (description(block_size=4), "block size 4"),
         (description(block_size=24), "block size 24"),
-        (description(sinks=torch.float32), "sinks: the kernel's softmax has none"),
-        (description(chunk=64, window=5), "chunks of 64 positions: the kernel knows sliding"),
-        (description(heads=(17, 1, 64)), "17 heads share 1 KV heads: a group has at most 16"),
+        (description(sinks=torch.float32), ""),
+        (description(chunk=64, window=5), ""),
+        (description(heads=(17, 1, 64)), ""),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -75,7 +76,14 @@ def test_it_is_the_first_choice_where_it_runs() -> None:
 
 
 def sized(
-    num_tokens: int, num_seqs: int, *, kv: torch.dtype = torch.bfloat16, dim: int = 128
+    num_tokens: int,
+    num_seqs: int,
+    *,
+    kv: torch.dtype = torch.bfloat16,
+    dim: int = 128,
+    num_heads: int = 32,
+    sinks: bool = False,
+    chunk: int = 0,
 ) -> tuple[Any, ...]:
     """A call of Llama-3-8B's shape, without data."""
 
@@ -86,8 +94,10 @@ def sized(
         return empty(*shape, dim, dtype=torch.bfloat16)
 
     table, starts = empty(num_seqs, 512), empty(num_seqs + 1)
-    q, out, cache = heads(num_tokens, 32), heads(num_tokens, 32), heads(3, 2, 16, 8).to(kv)
-    return q, cache, table, empty(num_seqs), starts, out, 0.1, 0, 0.0, None, None
+    q, out = heads(num_tokens, num_heads), heads(num_tokens, num_heads)
+    cache = heads(3, 2, 16, 8).to(kv)
+    sink = empty(num_heads, dtype=torch.float32) if sinks else None
+    return q, cache, table, empty(num_seqs), starts, out, 0.1, 0, 0.0, None, None, sink, chunk
 
 
 @pytest.mark.parametrize(
@@ -103,38 +113,56 @@ def test_shapes_decide_what_is_launched(
     sizes: tuple[int, int], prefill: bool, decode: bool
 ) -> None:
     assert IMPL.runs is not None
-    triton, bf16 = "_prefill_kernel", torch.bfloat16
-    for kv, dim, name in [
-        (bf16, 128, "csrc prefill_attention"),
-        (E4M3, 128, triton),
-        (bf16, 64, triton),
-    ]:
-        expected = [name] * prefill + ["csrc paged_attention"] * decode
-        assert [*IMPL.runs(*sized(*sizes, kv=kv, dim=dim))] == expected
+    own, triton = "csrc paged_attention", "_decode_kernel"
+    calls: list[tuple[dict[str, Any], str]] = [
+        ({}, own),
+        ({"kv": E4M3}, own),
+        ({"dim": 64}, own),
+        ({"dim": 256}, triton),
+        ({"sinks": True}, triton),
+        ({"chunk": 64}, triton),
+        ({"num_heads": 17 * 8}, triton),
+    ]
+    for options, name in calls:
+        expected = ["csrc prefill_attention"] * prefill + [name] * decode
+        assert [*IMPL.runs(*sized(*sizes, **options))] == expected
+
+
+def test_many_sequences_of_the_widest_heads_in_fp8_are_tritons() -> None:
+    assert IMPL.runs is not None
+    for num_seqs, name in [(64, "csrc prefill_attention"), (65, "_prefill_kernel")]:
+        call = sized(1000, num_seqs, kv=E4M3, dim=256)
+        assert [*IMPL.runs(*call)] == [name, "_decode_kernel"]
 
 
 def test_what_it_leaves_is_launched_as_by_triton() -> None:
     assert IMPL.launches is not None
-    for sizes in [(9, 8), (300, 64), (2000, 1)]:
+    for sizes in [(9, 8), (300, 64), (2000, 1), (16, 16), (256, 256)]:
         assert IMPL.launches(*sized(*sizes))[0] == []
-        expected = kernels.prefill(*sized(*sizes, kv=E4M3))
-        found = IMPL.launches(*sized(*sizes, kv=E4M3))[0]
-        assert len(found) == 1
-        assert [x.variant() for x in found] == [x.variant() for x in expected]
-    for num_seqs in (1, 16, 256):
-        assert IMPL.launches(*sized(num_seqs, num_seqs, kv=E4M3))[0] == []
+    left: list[tuple[dict[str, Any], tuple[int, int], tuple[bool, bool]]] = [
+        ({"dim": 256}, (9, 8), (False, True)),
+        ({"dim": 256}, (2000, 1), (False, False)),
+        ({"sinks": True}, (64, 64), (False, True)),
+        ({"dim": 256, "kv": E4M3}, (300, 200), (True, True)),
+    ]
+    for options, sizes, (prefills, decodes) in left:
+        call = sized(*sizes, **options)
+        expected = kernels.prefill(*call) * prefills + kernels.decode(*call) * decodes
+        launches = IMPL.launches(*call)[0]
+        assert [x.variant() for x in launches] == [x.variant() for x in expected]
 
 
 def test_representative_sizes_need_every_variant_it_launches(fw_seed: int) -> None:
     assert IMPL.launches is not None
+    options: dict[str, Any] = {"dim": 256, "kv": E4M3, "sinks": True}
     ahead = set()
     for sizes in representative_sizes():
-        ahead |= variants_of(IMPL.launches(*sized(*sizes, kv=E4M3))[0])
+        ahead |= variants_of(IMPL.launches(*sized(*sizes, **options))[0])
     rng = random.Random(fw_seed)
     for _ in range(200):
         num_seqs = rng.choice([rng.randint(1, 70), rng.randint(1, 2000)])
         num_tokens = num_seqs + rng.choice([0, 0, 1, rng.randint(1, 3000)])
-        needed = variants_of(IMPL.launches(*sized(num_tokens, num_seqs, kv=E4M3))[0])
+        needed = variants_of(IMPL.launches(*sized(num_tokens, num_seqs, **options))[0])
         assert needed <= ahead, f"{num_tokens} tokens of {num_seqs} sequences"
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from fusewright.ops import PAGED_ATTENTION, Case
 from fusewright.ops.attention.paged_attention_cases import batch
 from fusewright.ops.conformance import check_case
+from fusewright.ops.launches.paged_attention import AttentionArgs
 from tests.ops.csrc import csrc_kernels
 from tests.ops.replays import AttentionReplays
 
@@ -28,7 +29,7 @@ def kernel() -> Kernel:
     op: Kernel = csrc_kernels().prefill_attention.default
 
     def run(*args: Any, fewest: int = 1) -> None:
-        op(*args[:9], args[10], fewest)
+        op(*AttentionArgs(*args), fewest)
 
     return run
 
@@ -61,32 +62,50 @@ SHAPES = [
     ((3, 3, 128), 8, torch.float16),
     ((6, 1, 128), 64, torch.float16),
     ((20, 1, 128), 256, torch.bfloat16),
+    ((8, 2, 64), 16, torch.bfloat16),
+    ((3, 1, 64), 128, torch.float16),
+    ((4, 2, 256), 16, torch.bfloat16),
+    ((2, 2, 256), 64, torch.float16),
 ]
+# FP8 of a head_dim of 256 leaves room for few sequences.
+MOST_SEQS_OF_256_FP8 = 64
 
 
-@pytest.mark.parametrize("fp8", ["", "out"])
+@pytest.mark.parametrize("fp8", ["", "out", "kv", "scaled kv, out"])
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
 def test_it_matches_the_reference(
     kernel: Kernel, lengths: list[tuple[int, int]], fp8: str, fw_seed: int
 ) -> None:
     for heads, block_size, dtype in SHAPES:
+        if heads[2] == 256 and "kv" in fp8 and len(lengths) > MOST_SEQS_OF_256_FP8:
+            continue
         args = made(fw_seed, lengths, heads=heads, block_size=block_size, dtype=dtype, fp8=fp8)
         check(kernel, f"{heads}, block size {block_size}, --fw-seed={fw_seed}", args)
 
 
-@pytest.mark.parametrize(("window", "cap"), [(300, 0.0), (1, 0.0), (128, 0.0), (77, 5.0), (0, 3.0)])
-def test_it_takes_any_window_and_cap(kernel: Kernel, window: int, cap: float, fw_seed: int) -> None:
+FEATURES: list[dict[str, Any]] = [
+    {"window": 300},
+    {"window": 1},
+    {"window": 128, "sinks": torch.bfloat16},
+    {"window": 77, "cap": 5.0},
+    {"cap": 3.0, "sinks": torch.float32},
+    {"sinks": torch.float32},
+    {"chunk": 200},
+    {"chunk": 384, "window": 250, "sinks": torch.float32},
+]
+
+
+@pytest.mark.parametrize("fp8", ["", "scaled kv"])
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+def test_it_takes_windows_chunks_caps_and_sinks(
+    kernel: Kernel, features: dict[str, Any], fp8: str, fw_seed: int
+) -> None:
     lengths = [(1000, 1000), (2, 600), (1, 0), (333, 700), (130, 1400)]
     for heads, block_size, dtype in SHAPES:
-        args = made(
-            fw_seed,
-            lengths,
-            heads=heads,
-            block_size=block_size,
-            dtype=dtype,
-            window=window,
-            cap=cap,
-        )
+        options = features | {"heads": heads, "block_size": block_size, "dtype": dtype, "fp8": fp8}
+        if features.get("sinks") == torch.bfloat16:
+            options["sinks"] = dtype
+        args = made(fw_seed, lengths, **options)
         check(kernel, f"{heads}, block size {block_size}, --fw-seed={fw_seed}", args)
 
 
@@ -101,9 +120,8 @@ def test_random_batches_match_the_reference(kernel: Kernel, fw_seed: int) -> Non
         queries = [rng.choice([0, 1, rng.randint(1, 300)]) for _ in range(rng.randint(1, 64))]
         lengths = [(n, n + rng.choice([0, rng.randint(0, 900)])) for n in queries]
         heads, block_size, dtype = SHAPES[i % len(SHAPES)]
-        args = made(
-            fw_seed + i, lengths, heads=heads, block_size=block_size, dtype=dtype, padding=i % 3
-        )
+        options = {"heads": heads, "block_size": block_size, "dtype": dtype, "padding": i % 3}
+        args = made(fw_seed + i, lengths, fp8="kv" if i % 5 == 0 else "", **options)
         check(kernel, f"{lengths}, --fw-seed={fw_seed}", args)
 
 
@@ -136,9 +154,24 @@ def rows_of(kernel: Kernel, args: tuple[Any, ...], chunks: Sequence[tuple[int, i
 
 
 @pytest.mark.parametrize("window", [0, 131, 200, 512])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("dtype", "heads", "fp8"),
+    [
+        (torch.bfloat16, HEADS, ""),
+        (torch.float16, HEADS, ""),
+        (torch.bfloat16, HEADS, "scaled kv"),
+        (torch.bfloat16, (8, 2, 64), ""),
+        (torch.bfloat16, (4, 2, 256), ""),
+    ],
+    ids=["bf16", "fp16", "fp8", "64", "256"],
+)
 def test_a_query_has_the_same_bits_in_any_batch_and_chunk(
-    kernel: Kernel, dtype: torch.dtype, window: int, fw_seed: int
+    kernel: Kernel,
+    dtype: torch.dtype,
+    heads: tuple[int, int, int],
+    fp8: str,
+    window: int,
+    fw_seed: int,
 ) -> None:
     """A kernel that scaled sums by one and an ulp failed at one chunk in twenty, so there are many:
     random ones beside whole prompts and a last token alone."""
@@ -152,7 +185,7 @@ def test_a_query_has_the_same_bits_in_any_batch_and_chunk(
         sequences = rng.sample(range(3), 2)
         batches.append([(s, *sorted(rng.sample(range(lengths[s] + 1), 2))) for s in sequences])
     for seed in range(fw_seed, fw_seed + 6):
-        args = made(seed, [(n, n) for n in lengths], dtype=dtype)
+        args = made(seed, [(n, n) for n in lengths], dtype=dtype, heads=heads, fp8=fp8)
         args = (*args[:7], window, *args[8:])
         want = rows_of(kernel, args, [(s, 0, n) for s, n in enumerate(lengths)])
         for chunks in batches:
@@ -187,8 +220,9 @@ def test_it_refuses_what_it_cannot_read(kernel: Kernel) -> None:
         (0, args[0].cpu(), "q is not on a CUDA device"),
         (0, args[0].float(), r"q has shape \[4, 8, 128\] and elements of 4 bytes"),
         (0, args[0][:, ::2], "expected heads without gaps"),
+        (0, args[0][..., :32].contiguous(), r"expected \[num_tokens, num_heads, 64, 128 or 256\]"),
         (0, args[0][..., :64].contiguous(), "kv_cache has shape .*, 64] of q's dtype"),
-        (1, args[1].half(), "kv_cache has shape .* of q's dtype"),
+        (1, args[1].half(), "kv_cache has shape .* of q's dtype or float8_e4m3fn"),
         (1, args[1][:, :, :12].contiguous(), "block_size of kv_cache .* is 12"),
         (1, args[1][:, :, :, :1].expand(-1, -1, -1, 3, -1).contiguous(), "8 heads share 3"),
         (2, args[2][:1], r"block_table has shape \[1, 6\], expected \[2, 1 or more\]"),
@@ -196,12 +230,17 @@ def test_it_refuses_what_it_cannot_read(kernel: Kernel) -> None:
         (4, args[4][1:], r"query_start_loc has shape \[2\], expected a contiguous \[3\]"),
         (OUT, args[OUT].float(), "out has shape .* of q's dtype"),
         (6, 0.0, "scale 0, sliding_window 0"),
+        (9, torch.ones(2, 2, device="cuda"), "kv_scale is given, but kv_cache"),
         (10, torch.ones(1, 1, device="cuda"), "float8_e4m3fn, as there is an out_scale"),
+        (11, torch.ones(7, device="cuda"), r"sinks has shape \[7\] .* expected a contiguous \[8\]"),
+        (12, -1, "chunk is -1, expected 0 or a positive number"),
     ]
+    args = (*args, None, 0)
     for index, value, message in wrong:
         with pytest.raises(RuntimeError, match=message):
             kernel(*args[:index], value, *args[index + 1 :])
-    with pytest.raises(RuntimeError, match="expected a head_dim of 128"):
-        kernel(*made(0, [(3, 40)], heads=(4, 2, 64)))
+    many = made(0, [(2, 3)] * (MOST_SEQS_OF_256_FP8 + 1), heads=(2, 1, 256), fp8="kv")
+    with pytest.raises(RuntimeError, match="has 65 sequences, expected 64 or fewer"):
+        kernel(*many)
     with pytest.raises(RuntimeError, match="fewest is 0, expected 1 or more"):
         kernel(*args, fewest=0)

@@ -1,0 +1,9 @@
+// The kernels of prefill_attention for a head_dim of 128.
+#include "prefill.cuh"
+
+namespace fusewright::attention {
+
+template cudaError_t launch_prefill<128>(const PrefillArgs&, const PrefillShape&, Element, bool,
+                                         cudaStream_t);
+
+}  // namespace fusewright::attention
