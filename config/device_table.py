@@ -30,6 +30,7 @@ _RANKS = ("2 ranks", "4 ranks", "8 ranks")
 ROWS: Mapping[str, tuple[str, ...]] = {
     "stream": ("bfloat16", *_FP8, "fp8 weight", "fp8 block weight", "sum 2 ranks"),
     "cluster": ("bfloat16",),
+    "packed": ("4 bits",),
     "tiled": (*_FP8, "4 bits", "8 bits"),
     "push": (*_RANKS, *(f"twice {ranks}" for ranks in _RANKS)),
     "in turn": ("2 ranks",),

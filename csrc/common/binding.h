@@ -72,12 +72,14 @@ inline bool is_aligned(const Tensor& t) {
   return reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0;
 }
 
-// Rows of bfloat16 or FP8 that copies of 16 bytes reach.
+// Rows of bfloat16, FP8 or bytes that copies of 16 bytes reach.
 inline void check_matrix(const char* op, const Tensor& t, const char* name, ScalarType dtype) {
   if (t.dim() != 2 || t.scalar_type() != dtype) {
     fail(op, name, " has shape ", shape_of(t), " and elements of ", t.element_size(),
          " bytes, expected two dimensions of ",
-         dtype == ScalarType::BFloat16 ? "bfloat16" : "float8_e4m3fn");
+         dtype == ScalarType::BFloat16 ? "bfloat16"
+         : dtype == ScalarType::Byte   ? "uint8"
+                                       : "float8_e4m3fn");
   }
   const int64_t unit = 16 / t.element_size();
   const bool rows_apart = t.size(0) > 1;

@@ -150,6 +150,39 @@ __device__ __forceinline__ void multiply(float (&d)[128], uint64_t a, uint64_t b
           FW_32(d, 96));
 }
 
+// The same with a's 64 rows of 16 in registers.
+#define FW_BF16_RS(ROWS, NAMES, A, B, ADD, ...)                                             \
+  asm volatile("{\n\t.reg .pred add;\n\tsetp.ne.b32 add, " ADD                              \
+               ", 0;\n\twgmma.mma_async.sync.aligned.m64n" ROWS "k16.f32.bf16.bf16 {" NAMES \
+               "}, {" A "}, " B ", add, 1, 1, 0;\n\t}"                                      \
+               : __VA_ARGS__                                                                \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(fresh ? 0 : 1))
+
+__device__ __forceinline__ void multiply(float (&d)[8], const uint32_t* a, uint64_t b, bool fresh) {
+  FW_BF16_RS("16", FW_NAMES_8, "%8, %9, %10, %11", "%12", "%13", FW_8(d, 0));
+}
+
+__device__ __forceinline__ void multiply(float (&d)[16], const uint32_t* a, uint64_t b,
+                                         bool fresh) {
+  FW_BF16_RS("32", FW_NAMES_16, "%16, %17, %18, %19", "%20", "%21", FW_8(d, 0), FW_8(d, 8));
+}
+
+__device__ __forceinline__ void multiply(float (&d)[32], const uint32_t* a, uint64_t b,
+                                         bool fresh) {
+  FW_BF16_RS("64", FW_NAMES_32, "%32, %33, %34, %35", "%36", "%37", FW_32(d, 0));
+}
+
+__device__ __forceinline__ void multiply(float (&d)[64], const uint32_t* a, uint64_t b,
+                                         bool fresh) {
+  FW_BF16_RS("128", FW_NAMES_64, "%64, %65, %66, %67", "%68", "%69", FW_32(d, 0), FW_32(d, 32));
+}
+
+__device__ __forceinline__ void multiply(float (&d)[128], const uint32_t* a, uint64_t b,
+                                         bool fresh) {
+  FW_BF16_RS("256", FW_NAMES_128, "%128, %129, %130, %131", "%132", "%133", FW_32(d, 0),
+             FW_32(d, 32), FW_32(d, 64), FW_32(d, 96));
+}
+
 template <typename M>
 __device__ __forceinline__ void multiply_add(float (&d)[64], const uint32_t* a, uint64_t b);
 
@@ -239,6 +272,7 @@ __device__ __forceinline__ void transpose_quad(uint32_t& a, uint32_t& b, uint32_
   (upper ? b : d) = s;
 }
 
+#undef FW_BF16_RS
 #undef FW_BF16
 #undef FW_FROM_SHARED
 #undef FW_FROM_REGISTERS

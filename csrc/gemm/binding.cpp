@@ -1,6 +1,7 @@
 // fw_cuda::skinny_*: argument checks and the outputs.
 #include "../common/binding.h"
 
+#include <bit>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -16,6 +17,8 @@ constexpr const char* kAddNorm = "fw_cuda::skinny_linear_add_norm_linear";
 constexpr const char* kAdd = "fw_cuda::skinny_linear_add";
 constexpr const char* kNorm = "fw_cuda::skinny_norm_linear";
 constexpr const char* kCluster = "fw_cuda::cluster_linear";
+constexpr const char* kPacked = "fw_cuda::packed_linear";
+constexpr const char* kPackedAddNorm = "fw_cuda::packed_linear_add_norm_linear";
 
 // The arguments but for scales, bias and outputs, checked.
 SkinnyLinearArgs describe(const char* op, const Tensor& x, ScalarType x_dtype, const Tensor& weight,
@@ -209,13 +212,11 @@ collective::Peers peers_of(const char* op, const std::string& group_name,
 // x * weight.T + bias, summed over a group's ranks if one is named, times factor, + residual; that
 // times the norm's weight and its offset, and its sums of squares.  `center`: the norm is a layer
 // norm; the sums of what is added follow those of squares, the norm's weight and bias the product.
-Added add(const char* op, const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-          const Tensor& residual, const Tensor& norm_weight,
-          const std::optional<Tensor>& weight_scale,
+Added add(const char* op, Layer layer, const Tensor& x, const Tensor& weight,
+          const std::optional<Tensor>& bias, const Tensor& residual, const Tensor& norm_weight,
           const std::optional<std::string>& group_name = std::nullopt, double factor = 1.0,
           double norm_offset = 0.0, const std::optional<Tensor>& norm_bias = std::nullopt,
           bool center = false) {
-  Layer layer = describe_bf16(op, x, weight, weight_scale, Epilogue::kAdd, kMaxNormedTokens);
   SkinnyLinearArgs& args = layer.args;
   args.factor = static_cast<float>(factor);
   args.norm_offset = static_cast<float>(norm_offset);
@@ -242,15 +243,13 @@ Added add(const char* op, const Tensor& x, const Tensor& weight, const std::opti
 
 // A layer that reads what `add` made, or an op like it: the norm's scale is in sums of squares of
 // kNormGroup columns, or of half as many.
-Tensor norm_linear(const char* op, const Tensor& weighted, const Tensor& squares, double eps,
-                   const Tensor& weight, const std::optional<Tensor>& bias,
-                   const std::optional<std::string>& activation,
-                   const std::optional<Tensor>& weight_scale, bool center = false) {
-  Layer layer = describe_bf16(op, weighted, weight, weight_scale, epilogue_of(op, activation));
+Tensor norm_linear(const char* op, Layer layer, const Tensor& weighted, const Tensor& squares,
+                   double eps, const Tensor& weight, const std::optional<Tensor>& bias,
+                   bool center = false) {
   SkinnyLinearArgs& args = layer.args;
   args.centered = center;
   if (center) args.num_tokens -= 2;
-  if (center && weight_scale) fail(op, "joins no weight of FP8 to a layer norm");
+  if (center && args.weight_scale) fail(op, "joins no weight of FP8 to a layer norm");
   add_bias(op, args, bias, ScalarType::BFloat16, weighted);
   check_device(op, squares, "squares", weighted);
   const int64_t most_groups = weighted.size(1) / (kNormGroup / 2);
@@ -277,10 +276,14 @@ std::tuple<Tensor, Tensor> skinny_linear_add_norm_linear(
     const std::optional<Tensor>& weight_scale, const std::optional<Tensor>& next_weight_scale,
     const std::optional<std::string>& group_name, double factor, double norm_offset,
     const std::optional<Tensor>& norm_bias, bool center) {
-  const Added first = add(kAddNorm, x, weight, bias, residual, norm_weight, weight_scale,
-                          group_name, factor, norm_offset, norm_bias, center);
-  return {norm_linear(kAddNorm, first.weighted, first.squares, eps, next_weight, next_bias,
-                      activation, next_weight_scale, center),
+  const Layer layer =
+      describe_bf16(kAddNorm, x, weight, weight_scale, Epilogue::kAdd, kMaxNormedTokens);
+  const Added first = add(kAddNorm, layer, x, weight, bias, residual, norm_weight, group_name,
+                          factor, norm_offset, norm_bias, center);
+  const Layer next = describe_bf16(kAddNorm, first.weighted, next_weight, next_weight_scale,
+                                   epilogue_of(kAddNorm, activation));
+  return {norm_linear(kAddNorm, next, first.weighted, first.squares, eps, next_weight, next_bias,
+                      center),
           first.total};
 }
 
@@ -290,7 +293,9 @@ std::tuple<Tensor, Tensor, Tensor> skinny_linear_add(const Tensor& x, const Tens
                                                      const Tensor& residual,
                                                      const Tensor& norm_weight,
                                                      const std::optional<Tensor>& weight_scale) {
-  const Added made = add(kAdd, x, weight, bias, residual, norm_weight, weight_scale);
+  const Layer layer =
+      describe_bf16(kAdd, x, weight, weight_scale, Epilogue::kAdd, kMaxNormedTokens);
+  const Added made = add(kAdd, layer, x, weight, bias, residual, norm_weight);
   return {made.weighted, made.total, made.squares};
 }
 
@@ -299,7 +304,9 @@ Tensor skinny_norm_linear(const Tensor& weighted, const Tensor& squares, double 
                           const Tensor& weight, const std::optional<Tensor>& bias,
                           const std::optional<std::string>& activation,
                           const std::optional<Tensor>& weight_scale) {
-  return norm_linear(kNorm, weighted, squares, eps, weight, bias, activation, weight_scale);
+  const Layer layer =
+      describe_bf16(kNorm, weighted, weight, weight_scale, epilogue_of(kNorm, activation));
+  return norm_linear(kNorm, layer, weighted, squares, eps, weight, bias);
 }
 
 // Whether the scales are of blocks; sets strides for the others.
@@ -401,6 +408,134 @@ Tensor cluster_linear(const Tensor& x, const Tensor& weight, const std::optional
   return y;
 }
 
+// A weight of four bits: [rows, in_features / 2] of uint8, unsigned integers less 8 or less zero
+// points, or, if `floats`, E2M1; with scales of groups, or of rows, or both.
+struct PackedWeight {
+  const Tensor& weight;
+  const Tensor& scale;
+  const std::optional<Tensor>& zero;
+  const std::optional<Tensor>& row_scale;
+  bool floats;
+};
+
+// The kernel's format for scales of `columns` columns, or an error.
+Operands packed_operands(const char* op, const PackedWeight& packed, int64_t groups,
+                         int64_t columns) {
+  const ScalarType type = packed.scale.scalar_type();
+  const bool zero = packed.zero.has_value(), row_scale = packed.row_scale.has_value();
+  if (packed.floats && !zero) {
+    const bool exponents = type == ScalarType::Float8_e8m0fnu;
+    if (exponents && columns == 32 && !row_scale) return Operands::kMxFp4;
+    if (type == ScalarType::Float8_e4m3fn && columns == 16 && row_scale) return Operands::kNvFp4;
+  } else if (!packed.floats && !row_scale) {
+    const bool half = type == ScalarType::Half;
+    if (half && columns == 128) return Operands::kInt4;
+    if (half && !zero && (columns == 32 || columns == 64)) return Operands::kInt4SmallGroups;
+    if (type == ScalarType::Float && groups == 1 && !zero) return Operands::kInt4Channel;
+  }
+  fail(op, "weight_scale has shape ", shape_of(packed.scale), " and elements of ",
+       packed.scale.element_size(), " bytes for ", columns, " columns each, ",
+       zero ? "with" : "without", " zero points, ", row_scale ? "with" : "without",
+       " scales of rows: expected float16 for 128 columns, or without zero points for 32 or 64; "
+       "float32 for whole rows; of E2M1 float8_e8m0fnu for 32, or float8_e4m3fn for 16 beside "
+       "scales of rows");
+}
+
+Layer describe_packed(const char* op, const Tensor& x, const PackedWeight& packed,
+                      Epilogue epilogue, int64_t max_tokens) {
+  const auto& [weight, scale, zero, row_scale, floats] = packed;
+  if (!x.is_cuda()) fail(op, "x is not on a CUDA device");
+  check_matrix(op, x, "x", ScalarType::BFloat16);
+  check_matrix(op, weight, "weight", ScalarType::Byte);
+  check_device(op, weight, "weight", x);
+  check_device(op, scale, "weight_scale", x);
+  const int64_t num_tokens = x.size(0), in_features = x.size(1), rows = weight.size(0);
+  if (2 * weight.size(1) != in_features || in_features % (2 * kLineBytes) != 0 ||
+      in_features == 0 || in_features >= int64_t{1} << 28 || rows >= int64_t{1} << 28) {
+    fail(op, "x ", shape_of(x), " and weight ", shape_of(weight),
+         ", expected a weight of half as many columns, which are a multiple of ", kLineBytes,
+         ", and less than 2^28 of each");
+  }
+  if (num_tokens > max_tokens) {
+    fail(op, "x ", shape_of(x), " has ", num_tokens, " rows, expected ", max_tokens, " or fewer");
+  }
+  const int64_t groups = scale.dim() == 2 ? scale.size(1) : 0;
+  if (groups == 0 || in_features % groups != 0 || scale.size(0) != rows || !scale.is_contiguous()) {
+    fail(op, "weight_scale has shape ", shape_of(scale), ", expected a contiguous [", rows,
+         ", groups]");
+  }
+  const int64_t columns = in_features / groups;
+  const Operands operands = packed_operands(op, packed, groups, columns);
+  SkinnyLinearArgs args = {};
+  args.epilogue = epilogue;
+  if (args.gated() && rows % 2 != 0) {
+    fail(op, "weight has shape ", shape_of(weight), ", expected an even number of rows: gate, up");
+  }
+  args.x = x.data_ptr();
+  args.weight = weight.data_ptr();
+  args.element = Element::kBFloat16;
+  args.num_tokens = static_cast<int>(num_tokens);
+  args.out_features = static_cast<int>(args.gated() ? rows / 2 : rows);
+  args.in_features = static_cast<int>(in_features);
+  args.x_row_stride = num_tokens > 1 ? x.stride(0) : in_features;
+  args.weight_row_stride = rows > 1 ? weight.stride(0) : in_features / 2;
+  args.group.scale = scale.data_ptr();
+  args.group.count = static_cast<int>(groups);
+  args.group.log2_columns = groups == 1 ? 31 : std::countr_zero(static_cast<uint64_t>(columns));
+  if (zero) {
+    check_device(op, *zero, "weight_zero", x);
+    if (shape_of(*zero) != shape_of(scale) || zero->scalar_type() != ScalarType::Half ||
+        !zero->is_contiguous()) {
+      fail(op, "weight_zero has shape ", shape_of(*zero), ", expected float16 of the shape ",
+           shape_of(scale), " of weight_scale, contiguous");
+    }
+    args.group.zero = zero->data_ptr();
+  }
+  if (operands == Operands::kInt4Channel || operands == Operands::kNvFp4) {
+    const Tensor& of_rows = row_scale ? *row_scale : scale;
+    check_scale(op, of_rows, "the scale of rows", x);
+    if (!is_dense(of_rows, rows, 1, false)) {
+      fail(op, "the scale of rows has shape ", shape_of(of_rows), ", expected [", rows, ", 1]");
+    }
+    args.weight_scale = static_cast<const float*>(of_rows.data_ptr());
+    args.weight_scale_stride = 1;
+  }
+  return {args, operands};
+}
+
+Tensor packed_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
+                     const std::optional<Tensor>& weight_zero,
+                     const std::optional<Tensor>& weight_row_scale,
+                     const std::optional<Tensor>& bias, bool floats,
+                     const std::optional<std::string>& activation) {
+  const PackedWeight packed{weight, weight_scale, weight_zero, weight_row_scale, floats};
+  Layer layer =
+      describe_packed(kPacked, x, packed, epilogue_of(kPacked, activation), kMaxPackedTokens);
+  add_bias(kPacked, layer.args, bias, ScalarType::BFloat16, x);
+  return run_bf16(kPacked, layer, x, weight);
+}
+
+// Two layers: (y of the second, the sum of the first and the residual).
+std::tuple<Tensor, Tensor> packed_linear_add_norm_linear(
+    const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
+    const std::optional<Tensor>& weight_zero, const std::optional<Tensor>& weight_row_scale,
+    const std::optional<Tensor>& bias, bool floats, const Tensor& residual,
+    const Tensor& norm_weight, double eps, double norm_offset, const Tensor& next_weight,
+    const Tensor& next_scale, const std::optional<Tensor>& next_zero,
+    const std::optional<Tensor>& next_row_scale, const std::optional<Tensor>& next_bias,
+    bool next_floats, const std::optional<std::string>& activation) {
+  const char* op = kPackedAddNorm;
+  const PackedWeight packed{weight, weight_scale, weight_zero, weight_row_scale, floats};
+  const PackedWeight next{next_weight, next_scale, next_zero, next_row_scale, next_floats};
+  const Layer layer = describe_packed(op, x, packed, Epilogue::kAdd, kMaxWideTokens);
+  const Added first =
+      add(op, layer, x, weight, bias, residual, norm_weight, std::nullopt, 1.0, norm_offset);
+  const Layer behind =
+      describe_packed(op, first.weighted, next, epilogue_of(op, activation), kMaxWideTokens);
+  return {norm_linear(op, behind, first.weighted, first.squares, eps, next_weight, next_bias),
+          first.total};
+}
+
 }  // namespace
 }  // namespace fusewright::gemm
 
@@ -420,6 +555,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fw_cuda, m) {
       "skinny_linear_add(Tensor x, Tensor weight, Tensor? bias, Tensor residual, "
       "Tensor norm_weight, Tensor? weight_scale=None) -> (Tensor, Tensor, Tensor)");
   m.def(
+      "packed_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? weight_zero, "
+      "Tensor? weight_row_scale, Tensor? bias, bool floats, str? activation=None) -> Tensor");
+  m.def(
+      "packed_linear_add_norm_linear(Tensor x, Tensor weight, Tensor weight_scale, "
+      "Tensor? weight_zero, Tensor? weight_row_scale, Tensor? bias, bool floats, Tensor residual, "
+      "Tensor norm_weight, float eps, float norm_offset, Tensor next_weight, Tensor next_scale, "
+      "Tensor? next_zero, Tensor? next_row_scale, Tensor? next_bias, bool next_floats, "
+      "str? activation=None) -> (Tensor, Tensor)");
+  m.def(
       "skinny_norm_linear(Tensor weighted, Tensor squares, float eps, Tensor weight, Tensor? bias, "
       "str? activation=None, Tensor? weight_scale=None) -> Tensor");
 }
@@ -431,4 +575,7 @@ STABLE_TORCH_LIBRARY_IMPL(fw_cuda, CUDA, m) {
          TORCH_BOX(&fusewright::gemm::skinny_linear_add_norm_linear));
   m.impl("skinny_linear_add", TORCH_BOX(&fusewright::gemm::skinny_linear_add));
   m.impl("skinny_norm_linear", TORCH_BOX(&fusewright::gemm::skinny_norm_linear));
+  m.impl("packed_linear", TORCH_BOX(&fusewright::gemm::packed_linear));
+  m.impl("packed_linear_add_norm_linear",
+         TORCH_BOX(&fusewright::gemm::packed_linear_add_norm_linear));
 }

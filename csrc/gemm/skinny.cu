@@ -20,8 +20,10 @@ cudaError_t launch_skinny_linear(const SkinnyLinearArgs& args, Operands operands
       return with(Fp8ByBf16{}, MostWide{});
     case Operands::kFp8BlocksByBf16:
       return with(Fp8BlocksByBf16{}, MostWide{});
-    default:
+    case Operands::kFp8Blocks:
       return with(Fp8Blocks{}, Most{});
+    default:
+      return launch_packed_linear(args, operands, programmatic, stream);
   }
 }
 

@@ -13,8 +13,9 @@ struct __nv_bfloat16;
 namespace fusewright::gemm {
 
 constexpr int kMaxSkinnyTokens = 32;
-constexpr int kMaxNormedTokens = 16;  // between linears that share a norm
-constexpr int kMaxWideTokens = 8;     // in bfloat16, for a weight of FP8
+constexpr int kMaxNormedTokens = 16;   // between linears that share a norm
+constexpr int kMaxWideTokens = 8;      // in bfloat16, for a weight of FP8 or four bits
+constexpr int kMaxPackedTokens = 256;  // for a weight of four bits
 constexpr int kMaxClusterTokens = 64;
 constexpr int kMaxClusterFeatures = 112 * 66;  // in one round of clusters
 constexpr int kMinClusterDepth = 128;          // in_features: a line for each of two blocks
@@ -54,6 +55,18 @@ enum class Element { kBFloat16, kHalf, kFloat, kE4M3 };
 // token's row of weighted, that linear is s (W v - m W weight) + W bias.
 enum class Epilogue { kLinear, kSiluMul, kGeluTanhMul, kAdd, kRelu, kRelu2, kGelu, kGeluNew };
 
+// Scales of a weight of four bits, and its zero points.
+enum class ScaleType { kFloat, kHalf, kBFloat16, kE8M0, kE4M3 };
+
+struct GroupScales {
+  const void* scale;  // [rows, count] of type
+  const void* zero;   // likewise, or nullptr
+  ScaleType type;
+  float offset;      // taken from every integer where there are no zero points
+  int count;         // groups of a row
+  int log2_columns;  // of a group: 2^31 for whole rows
+};
+
 struct SkinnyLinearArgs {
   const void* x;              // [num_tokens, in_features] of the format's elements
   const void* weight;         // [rows, in_features]; rows: out_features, gated twice that
@@ -83,7 +96,8 @@ struct SkinnyLinearArgs {
   int in_features;                          // a multiple of 128 bytes; of 512 with block scales
   int x_scale_stride, weight_scale_stride;  // 0 or 1: one for all, or one each
   int64_t x_row_stride;       // elements; a multiple of 16 bytes, as the addresses are
-  int64_t weight_row_stride;  // likewise
+  int64_t weight_row_stride;  // likewise; bytes, of a weight of four bits
+  GroupScales group;          // of a weight of four bits
 
   __host__ __device__ bool gated() const {
     return epilogue == Epilogue::kSiluMul || epilogue == Epilogue::kGeluTanhMul;
@@ -93,12 +107,30 @@ struct SkinnyLinearArgs {
 };
 
 // The types of weight and x. FP8 has a scale a row, or one for all, or scales of blocks. ByBf16:
-// the weight alone is FP8, beside kMaxWideTokens or fewer.
-enum class Operands { kBf16, kFp8, kFp8Blocks, kFp8ByBf16, kFp8BlocksByBf16 };
+// the weight alone is FP8, beside kMaxWideTokens or fewer; so are weights of four bits: integers
+// in groups of a multiple of 128 columns or in smaller ones of 32 or more, and E2M1 in groups of 32
+// or more, or of 16 and with a weight_scale a row.
+enum class Operands {
+  kBf16,
+  kFp8,
+  kFp8Blocks,
+  kFp8ByBf16,
+  kFp8BlocksByBf16,
+  kInt4,
+  kInt4Channel,
+  kInt4SmallGroups,
+  kMxFp4,
+  kNvFp4
+};
 
 // `programmatic`: start before the kernel ahead has finished. The weight and its scales are then
 // read before that one's results are waited for: they must not be among them.
 cudaError_t launch_skinny_linear(const SkinnyLinearArgs& args, Operands operands, bool programmatic,
+                                 cudaStream_t stream);
+
+// A layer of a weight of four bits: up to kMaxWideTokens as launch_skinny_linear, up to
+// kMaxPackedTokens a bias and an activation alone (packed_linear.cuh).
+cudaError_t launch_packed_linear(const SkinnyLinearArgs& args, Operands operands, bool programmatic,
                                  cudaStream_t stream);
 
 // How a layer is divided: tiles of `rows` rows of the weight, each for `splits` blocks, which have

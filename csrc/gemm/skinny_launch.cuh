@@ -7,6 +7,8 @@
 
 namespace fusewright::gemm {
 
+constexpr int kMostSharedBytes = 227 * 1024;  // of a block
+
 // A tensor of lines, whose dimensions are named from the innermost on, and the box that a copy
 // takes of it. Outside the tensor a box is zero.
 template <typename Format, int kDimensions>
@@ -39,6 +41,23 @@ cudaError_t describe_matrix(CUtensorMap* map, const void* data, int64_t rows, in
       {kLine, static_cast<cuuint32_t>(box_lines), static_cast<cuuint32_t>(box_rows)});
 }
 
+// The maps of a weight of four bits, of which a byte has two, and of its x, which a copy leaves as
+// [lines, rows].
+template <typename T>
+cudaError_t describe_packed(CUtensorMap* weight_map, CUtensorMap* x_map,
+                            const SkinnyLinearArgs& args, int halves) {
+  const cudaError_t error =
+      describe_matrix<Fp8>(weight_map, args.weight, int64_t{halves} * args.out_features,
+                           args.in_features / 2, args.weight_row_stride, T::kRows / halves);
+  if (error != cudaSuccess) return error;
+  constexpr cuuint32_t kLine = kLineBytes / 2;
+  return describe_lines<Bf16, 3>(x_map, args.x,
+                                 {kLine, static_cast<cuuint64_t>(args.x_rows()),
+                                  static_cast<cuuint64_t>(args.in_features / kLine)},
+                                 {static_cast<cuuint64_t>(args.x_row_stride) * 2, kLineBytes},
+                                 {kLine, T::kXRows, T::kXLines});
+}
+
 // A launch's grid and what may precede its start.
 struct LaunchConfig {
   cudaLaunchConfig_t config = {};
@@ -66,22 +85,32 @@ cudaError_t launch(const SkinnyLinearArgs& args, const Ranks& ranks, int splits,
                    cudaStream_t stream) {
   CUtensorMap weight_map, x_map;
   const int halves = args.gated() ? 2 : 1;
-  cudaError_t error = describe_matrix<typename T::Format>(
-      &weight_map, args.weight, int64_t{halves} * args.out_features, args.in_features,
-      args.weight_row_stride, T::kRows / halves);
-  if (error != cudaSuccess) return error;
-  // Only real tokens are copied; what the others' columns multiply reaches no result.
-  using X = std::conditional_t<T::Format::kXBytes == 2, Bf16, Fp8>;
-  error = describe_matrix<X>(&x_map, args.x, args.x_rows(), args.in_features, args.x_row_stride,
-                             args.x_rows(), T::kXLines);
+  int shared_bytes = T::kSharedBytes + RankSums<T>::bytes(splits);
+  int most_bytes = T::kSharedBytes + RankSums<T>::bytes(kMaxSplits);
+  cudaError_t error;
+  if constexpr (T::Format::kPacked) {
+    const int steps = (args.in_features + kStepColumns - 1) / kStepColumns;
+    shared_bytes +=
+        PackedSums<T>::Table::bytes(args.group, (steps + splits - 1) / splits * kStepColumns);
+    most_bytes = kMostSharedBytes;
+    error = describe_packed<T>(&weight_map, &x_map, args, halves);
+  } else {
+    error = describe_matrix<typename T::Format>(
+        &weight_map, args.weight, int64_t{halves} * args.out_features, args.in_features,
+        args.weight_row_stride, T::kRows / halves);
+    if (error != cudaSuccess) return error;
+    // Only real tokens are copied; what the others' columns multiply reaches no result.
+    using X = std::conditional_t<T::Format::kXBytes == 2, Bf16, Fp8>;
+    error = describe_matrix<X>(&x_map, args.x, args.x_rows(), args.in_features, args.x_row_stride,
+                               args.x_rows(), T::kXLines);
+  }
   if (error != cudaSuccess) return error;
   constexpr auto kKernel = skinny_linear_kernel<T, Ranks>;
-  error = allow_shared_memory<kKernel>(T::kSharedBytes + RankSums<T>::bytes(kMaxSplits));
+  error = allow_shared_memory<kKernel>(most_bytes);
   if (error != cudaSuccess) return error;
   const int outputs = T::kRows / halves;
   const int blocks = (args.out_features + outputs - 1) / outputs * splits;
-  const LaunchConfig config(blocks, kThreads, T::kSharedBytes + RankSums<T>::bytes(splits), splits,
-                            programmatic, stream);
+  const LaunchConfig config(blocks, kThreads, shared_bytes, splits, programmatic, stream);
   return cudaLaunchKernelEx(&config.config, kKernel, weight_map, x_map, args, splits, ranks);
 }
 
@@ -89,7 +118,7 @@ template <typename Format, typename B, typename Ranks>
 cudaError_t launch_batch(const SkinnyLinearArgs& args, const Ranks& ranks, bool programmatic,
                          cudaStream_t stream) {
   using R = Rings<Format, B>;
-  const int row_bytes = args.in_features * Format::kBytes;
+  const int row_bytes = row_bytes_of<Format>(args.in_features);
   const TilePlan plan = plan_tile<R>(args.out_features * (args.gated() ? 2 : 1),
                                      (row_bytes + kRowBytes - 1) / kRowBytes);
   const auto with = [&](auto tile) {

@@ -25,6 +25,7 @@
 
 #include "../common/mma.cuh"
 #include "async_copy.cuh"
+#include "skinny_packed.cuh"
 #include "skinny_write.cuh"
 
 namespace fusewright::gemm {
@@ -58,7 +59,8 @@ __device__ __forceinline__ void produce(const CUtensorMap& weight_map, const CUt
   constexpr bool kBlockScales = T::Format::kBlockScales;
   constexpr bool kXBlockScales = kBlockScales && T::Format::kXScaled;
   const int num_groups = args.in_features / kScaleBlock;
-  const int bytes = T::kRows * kRowBytes + args.x_rows() * T::kXRowBytes + (kBlockScales ? 16 : 0) +
+  const int x_rows = T::Format::kPacked ? T::kXRows : args.x_rows();
+  const int bytes = T::kRows * kRowBytes + x_rows * T::kXRowBytes + (kBlockScales ? 16 : 0) +
                     (kXBlockScales ? 16 * args.num_tokens : 0);
   const auto copy_weight = [&](int step, int stage) {
     const uint32_t full = shared.full(stage), to = shared.weight(stage);
@@ -77,7 +79,12 @@ __device__ __forceinline__ void produce(const CUtensorMap& weight_map, const CUt
   };
   const auto copy_x = [&](int step, int stage) {
     const uint32_t full = shared.full(stage);
-    copy_box(shared.x(stage), x_map, 0, (share.first + step) * T::kXLines, 0, full, kEvictNormal);
+    const int x_line = (share.first + step) * T::kXLines;
+    if constexpr (T::Format::kPacked) {
+      copy_box(shared.x(stage), x_map, 0, 0, x_line, full, kEvictNormal);
+    } else {
+      copy_box(shared.x(stage), x_map, 0, x_line, 0, full, kEvictNormal);
+    }
     if (kXBlockScales) {
       const int line = (share.first + step) * kConsumerWarps;
       copy_bytes(shared.x_scale(stage), args.x_scale + line * args.num_tokens, 16 * args.num_tokens,
@@ -197,9 +204,9 @@ __device__ __forceinline__ void add_scaled(const Shared<T>& shared, int stage, i
 }
 
 // One consumer warp: its line of every stage.
-template <typename T>
-__device__ __forceinline__ void consume(const Shared<T>& shared, int num_steps, int num_tokens,
-                                        Sums<T>& sums) {
+template <typename T, typename Multiply>
+__device__ __forceinline__ void consume(const Shared<T>& shared, int num_steps,
+                                        const Multiply& multiply) {
   // A shuffle is not done twice. Of threadIdx itself, ptxas reads the special register again in
   // every step, in front of the loads.
   const int thread = __shfl_sync(~0u, threadIdx.x, threadIdx.x % kWarpSize);
@@ -207,13 +214,7 @@ __device__ __forceinline__ void consume(const Shared<T>& shared, int num_steps, 
   uint32_t parity = 0;
   for (int step = 0; step < num_steps; ++step) {
     barrier_wait(shared.full(stage), parity);
-    if constexpr (T::Format::kBlockScales) {
-      Sums<T> part = {};
-      multiply_line<T>(shared, stage, thread, part);
-      add_scaled<T>(shared, stage, thread, num_tokens, part, sums);
-    } else {
-      multiply_line<T>(shared, stage, thread, sums);
-    }
+    multiply(step, stage, thread);
     __syncwarp();
     if (thread % kWarpSize == 0) barrier_arrive(shared.empty(stage));
     if (++stage == T::kStages) {
@@ -222,6 +223,23 @@ __device__ __forceinline__ void consume(const Shared<T>& shared, int num_steps, 
     }
   }
 }
+
+// A weight of four bits has sums and a table of scales of its own, others have nothing.
+struct Unpacked {
+  struct Table {
+    template <typename... Of>
+    __device__ explicit Table(const Of&...) {}
+  };
+};
+template <typename T>
+struct PackedOf {
+  using Type = Unpacked;
+};
+template <typename T>
+  requires T::Format::kPacked
+struct PackedOf<T> {
+  using Type = PackedSums<T>;
+};
 
 // Fragments to shared memory, over the stages, as [warp][token][row].
 template <typename T>
@@ -254,7 +272,7 @@ __global__ void __launch_bounds__(kThreads)
   Share share;
   share.rank = blockIdx.x % splits;
   share.first_output = blockIdx.x / splits * (args.gated() ? T::kRows / 2 : T::kRows);
-  const int row_bytes = args.in_features * T::Format::kBytes;
+  const int row_bytes = row_bytes_of<typename T::Format>(args.in_features);
   const int steps = (row_bytes + kRowBytes - 1) / kRowBytes;
   share.first = steps * share.rank / splits;
   share.num_steps = steps * (share.rank + 1) / splits - share.first;
@@ -278,6 +296,13 @@ __global__ void __launch_bounds__(kThreads)
   if constexpr (T::Format::kScaled) {
     scales = read_scales<T>(args, share.first_output + part.row(threadIdx.x));
   }
+  using Packed = typename PackedOf<T>::Type;
+  const typename Packed::Table table(memory + T::kSharedBytes + RankSums<T>::bytes(splits),
+                                     args.group, share.first * kStepColumns,
+                                     share.num_steps * kStepColumns);
+  if constexpr (T::Format::kPacked) {
+    if (threadIdx.x < kConsumers) table.begin(args, share.first_output);
+  }
   wait_for_previous();  // every thread: the kernel before may read what y overwrites
   unsigned epoch = 0;
   if constexpr (kReduces<Ranks>) epoch = collective::epoch_of(ranks);
@@ -286,7 +311,24 @@ __global__ void __launch_bounds__(kThreads)
   Norm norm;
   if (threadIdx.x < kConsumers) {
     if (args.squares) norm = norm_of(threadIdx.x, args);
-    consume<T>(shared, share.num_steps, args.num_tokens, sums);
+    Packed packed;
+    if constexpr (T::Format::kPacked) {
+      copy_async_wait<0>();
+      sync_threads<kConsumers>();
+    }
+    consume<T>(shared, share.num_steps, [&](int step, int stage, int thread) {
+      if constexpr (T::Format::kPacked) {
+        const int column = step * kStepColumns + thread / kWarpSize * 2 * kLineBytes;
+        packed.multiply(shared.weight(stage), shared.x(stage), table, column, thread);
+      } else if constexpr (T::Format::kBlockScales) {
+        Sums<T> part = {};
+        multiply_line<T>(shared, stage, thread, part);
+        add_scaled<T>(shared, stage, thread, args.num_tokens, part, sums);
+      } else {
+        multiply_line<T>(shared, stage, thread, sums);
+      }
+    });
+    if constexpr (T::Format::kPacked) packed.finish(sums);
   }
   __syncthreads();  // no warp reads the stages any more
   auto* norms = reinterpret_cast<Norm*>(memory + T::kSumBytes);

@@ -6,7 +6,9 @@
 
 #include <bit>
 #include <cstdint>
+#include <type_traits>
 
+#include "packed_numbers.cuh"
 #include "skinny.h"
 
 namespace fusewright::gemm {
@@ -16,34 +18,81 @@ constexpr int kThreads = (kConsumerWarps + 1) * kWarpSize;
 
 // A format says the types of weight and x, their bytes an element, and what has scales. kScaled:
 // the weight has one a row, or one for all, which multiplies sums; kBlockScales: it has one a
-// block, which multiplies the products of a line. kXScaled: x has scales of the same kind.
-struct Bf16 {
+// block, which multiplies the products of a line. kXScaled: x has scales of the same kind. kPacked:
+// the weight has numbers of four bits, two a byte, and scales of groups (skinny_packed.cuh).
+struct Bytes {
+  static constexpr bool kPacked = false;
+};
+struct Bf16 : Bytes {
   using Operand = __nv_bfloat16;
   static constexpr int kBytes = 2, kXBytes = 2;
   static constexpr bool kScaled = false, kXScaled = false, kBlockScales = false;
 };
-struct Fp8 {
+struct Fp8 : Bytes {
   using Operand = __nv_fp8_e4m3;
   static constexpr int kBytes = 1, kXBytes = 1;
   static constexpr bool kScaled = true, kXScaled = true, kBlockScales = false;
 };
-struct Fp8Blocks {
+struct Fp8Blocks : Bytes {
   using Operand = __nv_fp8_e4m3;
   static constexpr int kBytes = 1, kXBytes = 1;
   static constexpr bool kScaled = false, kXScaled = true, kBlockScales = true;
   static_assert(kBytes * kScaleBlock == kLineBytes, "a line has one scale");
 };
 // A weight of FP8 by an x of bfloat16, to which the weight is converted, exactly.
-struct Fp8ByBf16 {
+struct Fp8ByBf16 : Bytes {
   using Operand = __nv_bfloat16;
   static constexpr int kBytes = 1, kXBytes = 2;
   static constexpr bool kScaled = true, kXScaled = false, kBlockScales = false;
 };
-struct Fp8BlocksByBf16 {
+struct Fp8BlocksByBf16 : Bytes {
   using Operand = __nv_bfloat16;
   static constexpr int kBytes = 1, kXBytes = 2;
   static constexpr bool kScaled = false, kXScaled = false, kBlockScales = true;
 };
+// Four bits a number by an x of bfloat16. A scale is for kColumns columns or more, and is
+// multiplied with sums or with numbers. A number's scale has the factor, which keeps it within the
+// range of bfloat16, and sums have its inverse.
+template <typename Numbers_, ScaleType kScale_, int kColumns_, bool kScaled_>
+struct Packed {
+  using Numbers = Numbers_;
+  static constexpr ScaleType kScale = kScale_;
+  // Of a scale in the table; 0: rows alone have scales, which multiply finished sums.
+  static constexpr int kScaleBytes = kScale == ScaleType::kFloat  ? 0
+                                     : kScale == ScaleType::kHalf ? 2
+                                                                  : 1;
+  static constexpr int kXBytes = 2, kColumns = kColumns_;
+  static constexpr bool kScaled = kScaled_, kXScaled = false, kBlockScales = false;
+  static constexpr bool kPacked = true, kFloats = std::is_same_v<Numbers, FloatNibbles>;
+  static constexpr bool kScalesSums = kColumns >= 128;
+  static constexpr bool kZeros = kScale == ScaleType::kHalf && kScalesSums;  // may be there
+  static constexpr float kNumberFactor = kFloats ? 0x1p94f : 1.0f;  // of numbers times 2^-126
+  static constexpr float kSumFactor = kFloats ? 0x1p32f : 1.0f;
+};
+using Int4 = Packed<UnsignedNibbles, ScaleType::kHalf, 128, false>;
+using Int4Channel = Packed<UnsignedNibbles, ScaleType::kFloat, 128, true>;
+using Int4SmallGroups = Packed<UnsignedNibbles, ScaleType::kHalf, 32, false>;
+using MxFp4 = Packed<FloatNibbles, ScaleType::kE8M0, 32, false>;
+using NvFp4 = Packed<FloatNibbles, ScaleType::kE4M3, 16, true>;
+
+constexpr int kStepColumns = 2 * kRowBytes;  // of a packed weight
+
+// The bytes of a row.
+template <typename Format>
+__host__ __device__ constexpr int row_bytes_of(int in_features) {
+  if constexpr (Format::kPacked)
+    return in_features / 2;
+  else
+    return in_features * Format::kBytes;
+}
+// Lines of x for each line of the weight.
+template <typename Format>
+constexpr int lines_of_x() {
+  if constexpr (Format::kPacked)
+    return 4;
+  else
+    return Format::kXBytes / Format::kBytes;
+}
 
 // Up to kTokens tokens, a multiple of 8; stages hold kXRows of them: two, where no call has more.
 template <int kTokens_, int kXRows_>
@@ -58,8 +107,8 @@ struct Tile {
   static constexpr int kRows = kRows_, kTokens = Batch_::kTokens, kXRows = Batch_::kXRows;
   static constexpr int kStages = kStages_, kLog2Rows = std::countr_zero(unsigned{kRows});
   static constexpr int kTilesM = kRows / 16, kTilesN = kTokens / 8;
-  // x has the columns of the weight's lines, in as many lines, or twice as many.
-  static constexpr int kXLines = kConsumerWarps * Format::kXBytes / Format::kBytes;
+  // x has the columns of the weight's lines, in as many lines, or twice or four times as many.
+  static constexpr int kXLines = kConsumerWarps * lines_of_x<Format>();
   static constexpr int kXRowBytes = kXLines * kLineBytes;
   static constexpr int kStageBytes = kRows * kRowBytes + kXRows * kXRowBytes;
   // A step's scales: the weight's, [kConsumerWarps], and x's, [kConsumerWarps][num_tokens].
@@ -98,7 +147,7 @@ struct RingsOf {
   using Many = Tile<F, B, kManyRows, kManyStages>;
 };
 template <typename F>
-constexpr bool kWide = F::kXBytes > F::kBytes;  // x takes twice the bytes of as much of a row
+constexpr bool kWide = lines_of_x<F>() > 1;  // x takes twice the bytes of as much of a row
 template <typename F, typename Batch>
 struct Rings;
 template <typename F>

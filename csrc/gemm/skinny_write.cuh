@@ -54,7 +54,7 @@ struct RankSums {
   Inbox inbox;
   float sums[kMaxSplits - 1][T::kXRows][T::kRows];  // of each block but the first
 
-  static constexpr int bytes(int splits) {
+  __host__ __device__ static constexpr int bytes(int splits) {
     return splits > 1 ? sizeof(Inbox) + (splits - 1) * sizeof(sums[0]) : 0;
   }
 };

@@ -30,7 +30,7 @@ from ..linear.linear import OP as LINEAR, describe_op
 from .cases import cases
 from .experts import STREAM_EXPERTS, SUM_OF_CSRC, SUM_OF_TRITON
 from .kernels import LONE, OVERLAP, STREAM, ChainKernel, Step, cover, lay, no_launches, part_at
-from .lowbit import LOW_BIT
+from .lowbit import LOW_BIT, PACKED
 from .rows import ROWS
 from .stages import Call, Experts, Stage, State, Visit, by_fake, by_reference
 
@@ -47,7 +47,7 @@ class Way:
 
 
 CUDA = Way(
-    (STREAM_EXPERTS, STREAM, LOW_BIT, OVERLAP, SUM_OF_CSRC, ROWS, LONE),
+    (STREAM_EXPERTS, STREAM, PACKED, LOW_BIT, OVERLAP, SUM_OF_CSRC, ROWS, LONE),
     ("cuda", "skinny", "triton"),
 )
 LIBRARY = Way((SUM_OF_TRITON, LOW_BIT, ROWS), ("library", "triton"))

@@ -32,7 +32,7 @@ from ..core.target import Target, here
 from ..launches import linear as tiled, linear_fp8 as tiled_fp8
 from ..launches.activation import gated_activation
 from ..launches.quant import quantize
-from . import _cublaslt as _cublaslt_linear, csrc as csrc, lowbit
+from . import _cublaslt as _cublaslt_linear, csrc as csrc, lowbit, packed
 from .desc import LinearArgs, LinearDesc, Shapes, describe_call, describe_shapes, shapes_of
 from .formats import WEIGHT_FORMATS, WeightFormat, dequantize
 
@@ -259,6 +259,7 @@ ACTIVATING = LinearKernel(
     "cuBLASLt with activation", _activating_refuses, _run_activating, fuses=True
 )
 LIBRARY = LinearKernel("cuBLAS", _library_refuses, library)
+PACKED = LinearKernel("packed_linear", packed.refuses, packed.run, fuses=True, scaled=True)
 LOW_BIT = LinearKernel(
     "_linear_lowbit_kernel",
     lowbit.tiled_refuses,
@@ -278,12 +279,12 @@ DEQUANTIZING = LinearKernel("dequantize, cuBLAS", _dequantizing_refuses, _run_de
 
 KERNELS = (
     *(STREAM, CLUSTER, ALGORITHM, TILED, ACTIVATING, LIBRARY),
-    *(INT8, LOW_BIT, LOW_BIT_ONCE, DEQUANTIZING),
+    *(INT8, PACKED, LOW_BIT, LOW_BIT_ONCE, DEQUANTIZING),
 )
 """Every kernel in order of preference: the first that does not refuse is chosen."""
 WITHOUT_CSRC = KERNELS[2:]
-UNMEASURED = KERNELS[3:]
-"""The kernels that are left where no table names a library algorithm."""
+UNMEASURED = tuple(kernel for kernel in KERNELS[3:] if kernel is not PACKED)
+"""The kernels that are left where csrc is not there and no table names a library algorithm."""
 ADMITTED: dict[str, tuple[LinearKernel, ...]] = {}
 """The kernels of each format that is admitted with some."""
 
