@@ -21,6 +21,7 @@ from .resolved import (
     StoreConfig,
 )
 from .step_fields import (
+    FED_SLOTS,
     FEED,
     HIDDEN,
     NO_SLOT,
@@ -35,6 +36,7 @@ from .step_fields import (
 )
 
 __all__ = [
+    "FED_SLOTS",
     "FEED",
     "HIDDEN",
     "LEVELS",

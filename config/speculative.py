@@ -14,7 +14,9 @@ from typing import Any
 from .errors import UserError
 
 _log = logging.getLogger(__name__)
-METHODS = ("ngram", "draft_model")
+METHODS = ("ngram", "draft_model", "eagle3")
+HEAD_METHODS = ("eagle3",)
+"""Methods whose drafter reads hidden states of the model."""
 MOST_DRAFTS = 64
 """Most drafts of a request in a step."""
 MOST_LOOKS = 16
@@ -22,6 +24,10 @@ MOST_LOOKS = 16
 _MOST_LOOKUP = 64
 _LOOKUP = 5
 """Tokens of an n-gram if neither bound is given, as in vLLM."""
+_NEEDS_MODEL = {
+    "draft_model": "the folder or ORG/NAME of a draft model",
+    "eagle3": "the folder or ORG/NAME of an EAGLE-3 head",
+}
 _EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
 
 
@@ -34,7 +40,7 @@ class SpeculativeConfig:
         num_speculative_tokens: most drafts of a request in a step.
         prompt_lookup_max, prompt_lookup_min: ``ngram`` looks for the longest run of so many last
             tokens that the sequence has had before.
-        model: folder or name of the draft model.
+        model: folder or name of the draft model or head.
         max_model_len: longest sequence that is drafted for; None: the model's.
         quantization: of the draft model's weights, as of ``EngineOptions``.
         adaptive: the number of drafts is chosen each step; else it is always the most.
@@ -61,13 +67,13 @@ _RANGES = {
     "max_model_len": 1 << 31,
 }
 _OF_METHOD = {
-    "prompt_lookup_max": "ngram",
-    "prompt_lookup_min": "ngram",
-    "model": "draft_model",
-    "quantization": "draft_model",
-    "revision": "draft_model",
+    "prompt_lookup_max": ("ngram",),
+    "prompt_lookup_min": ("ngram",),
+    "model": ("draft_model", "eagle3"),
+    "quantization": ("draft_model",),
+    "revision": ("draft_model", "eagle3"),
 }
-"""Fields that only one method reads."""
+"""Fields that not every method reads, and those that do."""
 
 
 def read_speculative(text: str | None) -> SpeculativeConfig | None:
@@ -96,10 +102,10 @@ def read_speculative(text: str | None) -> SpeculativeConfig | None:
         value = values.get(name, 1)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             raise _wrong(name, value, f"an integer in [1, {most}]")
-    for name, reader in _OF_METHOD.items():
-        if name in values and reader != method:
+    for name, readers in _OF_METHOD.items():
+        if name in values and method not in readers:
             raise UserError(
-                f"speculative_config: {name}={values[name]!r} is of method {reader}, and the "
+                f"speculative_config: {name}={values[name]!r} is of method {readers[0]}, and the "
                 f"method is {method}; leave one of them out"
             )
     _read_lookup(values)
@@ -189,8 +195,8 @@ def _read_model(values: dict[str, Any]) -> None:
         value = values.get(name, "text")
         if not isinstance(value, str) or not value:
             raise _wrong(name, value, "text")
-    if values["method"] == "draft_model" and "model" not in values:
-        raise _wrong("model", None, "the folder or ORG/NAME of a draft model")
+    if values["method"] in _NEEDS_MODEL and "model" not in values:
+        raise _wrong("model", None, _NEEDS_MODEL[values["method"]])
     if (revision := values.pop("revision", None)) is not None:
         values["model"] = f"{values['model']}@{revision}"
 

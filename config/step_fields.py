@@ -97,6 +97,10 @@ HIDDEN = "hidden_states"
 FEED = "feed_slots"
 """The slot whose newest sampled token, on the device alone, is the token's id; or ``NO_SLOT``."""
 
+FED_SLOTS = "fed_slots"
+"""Of a draft head: the slot of each sequence, where its hidden state is kept; the last is of none,
+so that there are as many as ends of sequences."""
+
 
 ORDER = "order"
 """The number of a row among those of its request that sample in the step: 0 for the first, 1 for
@@ -117,8 +121,12 @@ def block_table_of(group: int) -> str:
     return f"block_table/{group}" if group else "block_table"
 
 
-def step_schema(num_groups: int) -> StepSchema:
-    """The fields of a step of a model whose layers make ``num_groups`` groups of KV caches."""
+def step_schema(num_groups: int, *, is_head: bool = False) -> StepSchema:
+    """The fields of a step of a model whose layers make ``num_groups`` groups of KV caches.
+
+    Args:
+        is_head: the model is a draft head, which keeps a state for each slot.
+    """
     groups = range(num_groups)
     return StepSchema(
         (
@@ -130,6 +138,7 @@ def step_schema(num_groups: int) -> StepSchema:
             StepField("slots", Per.SEQUENCE, program=False),
             StepField(ORDER, Per.SEQUENCE, padding=NO_SAMPLE, program=False),
             StepField("query_start_loc", Per.BOUNDARY),
+            *([StepField(FED_SLOTS, Per.BOUNDARY, padding=NO_SLOT)] if is_head else []),
             *(StepField(block_table_of(group), Per.TABLE) for group in groups),
         )
     )

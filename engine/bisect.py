@@ -22,9 +22,8 @@ from ..config import (
     UserError,
     block_table_of,
     slot_mapping_of,
-    step_schema,
 )
-from ..model_executor.kv_cache import allocate_kv_caches
+from ..model_executor.kv_cache import allocate_hidden_caches, allocate_kv_caches
 from ..model_executor.loader import load_model
 from ..model_executor.parallel import check_one_rank
 from ..model_executor.spec import ModelSpec
@@ -32,11 +31,11 @@ from .worker.hardware import detect_hardware
 from .worker.source import (
     artifact_store,
     find_or_compile,
-    kv_cache_name,
     model_source,
     module_arguments,
 )
 from .worker.startup import read_model
+from .worker.step_arguments import cache_names, schema_of
 
 if TYPE_CHECKING:
     from ..compiler.inspect.bisect import Culprit, Inputs, RecordedRun
@@ -153,7 +152,8 @@ def inputs(
     shape = (len(spec.cache_groups), len(PROMPTS), per_sequence)
     blocks = torch.randperm(math.prod(shape), generator=gen)
     tensors = allocate_kv_caches(spec.cache_groups, len(blocks), size, device)
-    caches = {kv_cache_name(i): cache for i, cache in enumerate(tensors)}
+    tensors += allocate_hidden_caches(spec.hidden_cache, len(spec.kept), len(blocks), size, device)
+    caches = dict(zip(cache_names(spec), tensors, strict=True))
 
     def step(spans: Iterable[tuple[int, int]]) -> dict[str, Tensor]:
         positions = [torch.arange(first, last) for first, last in spans]
@@ -173,7 +173,7 @@ def inputs(
             values[block_table_of(group)] = table
         return {
             field.name: values[field.name].to(getattr(torch, field.dtype)).to(device)
-            for field in step_schema(len(spec.cache_groups)).program
+            for field in schema_of(spec).program
         }
 
     return caches, [step((0, n) for n in PROMPTS), step((n, n + 1) for n in PROMPTS)]

@@ -35,10 +35,10 @@ from .ranks.executor import StartedRanks
 from .ranks.leader import Leader
 from .ranks.start import OneRank, on_all, start_ranks
 from .worker.hardware import detect_hardware
-from .worker.memory import report_kv_groups
+from .worker.memory import bind_kv_caches, report_kv_groups
 from .worker.progress import Progress, show_progress
 from .worker.sleep import PARTS, Sleeping, drop_weights, read_weights, restore_weights
-from .worker.startup import bind_kv_caches, capture, load_beside, read_model
+from .worker.startup import capture, load_beside, read_model
 from .worker.startup_report import StartupReport
 from .worker.worker import Worker
 

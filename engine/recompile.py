@@ -17,9 +17,9 @@ from .engine import Engine
 from .worker.graph_mode import graph_mode
 from .worker.model_runner import ModelRunner
 from .worker.progress import Progress
-from .worker.source import kv_cache_name
 from .worker.startup import compile_model, make_graphs, read_model
 from .worker.startup_report import StartupReport
+from .worker.step_arguments import cache_names
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def recompile(engine: Engine, passes: Sequence[str], progress: Progress) -> Reco
     _, spec, config = read_model(options, hardware)
     compiled = compile_model(spec, config, engine.weights, StartupReport(), progress)
     program = compiled.program
-    program.bind({kv_cache_name(i): cache for i, cache in enumerate(engine.kv_caches)})
+    program.bind(dict(zip(cache_names(engine.spec), engine.kv_caches, strict=True)))
     mode = graph_mode(config.capture.mode, program, hardware)
     dispatcher = Dispatcher(mode, config.capture.sizes, config.scheduler.max_num_seqs)
     graphs = make_graphs(program, engine.buffers, dispatcher, config)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -63,6 +63,19 @@ KV_PAIRS = CacheKind(
     "kv", lambda spec, block_size: (2, block_size, spec.num_kv_heads, *spec.head_dims)
 )
 """[2, block_size, num_kv_heads, head_dim]; index 0: K, V."""
+
+
+_WIDEST_PIECE = 128
+
+
+def hidden_cache_spec(hidden_size: int, dtype_name: str) -> KVCacheSpec:
+    """The cache of one hidden state a token, for draft heads.  A state is stored by the kernels of
+    keys and values: its first half lies where a key would, its second half where a value would,
+    so its size must be even.
+    """
+    half = hidden_size // 2
+    width = gcd(half, _WIDEST_PIECE)
+    return KVCacheSpec(KV_PAIRS, half // width, (width,), dtype_name)
 
 
 @dataclass(frozen=True)

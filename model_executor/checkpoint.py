@@ -32,7 +32,7 @@ are computed here, and may be of any type."""
 _MOST_HEADER_BYTES = 10**8
 """Longest header that safetensors itself reads, in bytes."""
 _FLOAT_SIZES = dict(zip((*FLOATS, F8_E4M3, "F8_E8M0"), (8, 4, 2, 2, 1, 1), strict=True))
-_INT_SIZES = {"I8": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8}
+_INT_SIZES = {"BOOL": 1, "I8": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8}
 _ITEMSIZE = _FLOAT_SIZES | _INT_SIZES
 
 

@@ -1,21 +1,45 @@
-"""Says which models can draft for which, by their specs alone."""
+"""Says which models and heads can draft for which, by their specs alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from ..config import UserError
-from .cache_spec import LayerGroup
+from .heads.read import is_head, read_head
+from .hf_config import read_spec
+from .hf_json import read_json
 from .spec import ModelSpec
 
 
-def check_draft_model(name: str, draft: ModelSpec, target: ModelSpec) -> None:
-    """Refuse a draft model, called ``name``, that cannot draft for ``target``.
+def drafter_reader(method: str, target: ModelSpec) -> Callable[..., ModelSpec]:
+    """What reads the folder of a drafter for ``target``, called as ``read_spec``."""
+    return partial(_READERS[method], target=target)
+
+
+def _read_model(folder: Path, *others: Any, target: ModelSpec) -> ModelSpec:
+    config = folder / "config.json"
+    if config.is_file() and is_head(read_json(config)):
+        raise UserError(f"{folder} is an EAGLE-3 head; say method='eagle3'")
+    return read_spec(folder, *others)
+
+
+_READERS: dict[str, Callable[..., ModelSpec]] = {
+    "draft_model": _read_model,
+    "eagle3": read_head,
+}
+"""Method -> its reader."""
+
+
+def check_drafter(method: str, folder: Path, draft: ModelSpec, target: ModelSpec) -> None:
+    """Refuse a drafter, in ``folder``, that cannot draft for ``target``.
 
     Raises:
         UserError: says why.
     """
-    what = f"speculative_config: model={name}"
+    what = f"speculative_config: model={folder.name}"
     if draft.vocab_size != target.vocab_size:
         raise UserError(
             f"{what} has a vocabulary of {draft.vocab_size} tokens, and the model one of "
@@ -27,16 +51,13 @@ def check_draft_model(name: str, draft: ModelSpec, target: ModelSpec) -> None:
             f"{what} ({draft.architecture}) keeps states of whole sequences, which cannot go back "
             "behind a wrong draft; use a model of attention layers, or method='ngram'"
         )
-    if whole_group(target.cache_groups) is None:
+    if target.whole_group is None:
         raise UserError(
             f"{what}: no layer of the model ({target.architecture}) keeps all tokens, and a draft "
             "model uses the blocks of such a layer; use method='ngram'"
         )
-
-
-def whole_group(groups: Sequence[LayerGroup]) -> int | None:
-    """The number of the first group that keeps all tokens of a sequence; None if none does."""
-    for number, group in enumerate(groups):
-        if not (group.spec.window or group.spec.kind.per_sequence):
-            return number
-    return None
+    if draft.head is not None and target.pipeline_parallel_size > 1:
+        raise UserError(
+            f"{what}: method={method!r} reads hidden states of layers that other stages have; "
+            "leave pipeline_parallel_size out, or use a draft_model or ngram"
+        )

@@ -11,6 +11,7 @@ from .abacus import BUNDLED
 from .captured.described import Lookup, described_spec, nowhere
 from .captured.facts import is_known
 from .checkpoint_facts import fit_to_checkpoint
+from .heads.read import is_head
 from .hf_json import HfConfig, read_json
 from .models import ARCHITECTURES
 from .models.rope import why_no_longer
@@ -54,6 +55,12 @@ def read_spec(
         )
     config = HfConfig(path, read_json(path))
     name = _architecture(config)
+    if is_head(config.values):
+        raise UserError(
+            f"{path}: {name} is a draft head and no model; give it with the model that it drafts "
+            'for: --speculative-config \'{"method": "eagle3", "model": "…", '
+            '"num_speculative_tokens": 3}\''
+        )
     if name not in ARCHITECTURES and impl == "adapter":
         supported = ", ".join(ARCHITECTURES)
         raise UserError(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .cache_spec import LayerGroup
+from .cache_spec import KVCacheSpec, LayerGroup
 
 
 def kv_cache_bytes_per_block(groups: Sequence[LayerGroup], block_size: int) -> int:
@@ -38,6 +38,18 @@ def allocate_kv_caches(
             content = blocks[:, : spec.block_bytes(block_size)]
             caches[layer] = content.view(spec.dtype).view(shape)
     return [caches[layer] for layer in sorted(caches)]
+
+
+def allocate_hidden_caches(
+    spec: KVCacheSpec, count: int, num_blocks: int, block_size: int, device: torch.device | str
+) -> list[Tensor]:
+    """``count`` caches of hidden states, [num_blocks, *block shape of ``spec``] each."""
+    group = LayerGroup(spec, (0,))
+    return [
+        cache
+        for _ in range(count)
+        for cache in allocate_kv_caches([group], num_blocks, block_size, device)
+    ]
 
 
 def _zeros(num_bytes: int, device: torch.device | str) -> Tensor:

@@ -19,7 +19,7 @@ from .checkpoint import F8_E4M3, FLOATS, TensorInfo, dtype_names
 from .experts import ExpertLinear, expert_shares
 from .laid_out import layout_of
 from .layers import Linear, rules_of
-from .models import ARCHITECTURES
+from .models import weights_of
 from .models.decoder import DecoderModel
 from .models.weight_names import FUSED_EXPERTS, checkpoint_names
 from .parallel import TensorParallelRank
@@ -79,7 +79,7 @@ def names_in(
     all.  A tied tensor is the embedding of the first stage and the ``lm_head`` of the last; a
     checkpoint has it under either name, or both."""
     fused = any(name.endswith(".experts.gate_up_proj") for name in found)
-    weights = dict(FUSED_EXPERTS if fused else ARCHITECTURES[spec.architecture].weights)
+    weights = dict(FUSED_EXPERTS if fused else weights_of(spec))
     if spec.tie_word_embeddings:
         embed, head = _tied_names(weights)
         parts = weights.pop(embed), weights.pop(head)
@@ -233,7 +233,7 @@ def plan_reads(
             )
     tied: set[str] = set()
     if spec.tie_word_embeddings:
-        tied = {f"{n}.weight" for n in _tied_names(ARCHITECTURES[spec.architecture].weights)}
+        tied = {f"{n}.weight" for n in _tied_names(weights_of(spec))}
     form = STORED_FORMATS.get(spec.quant.kind) if spec.quant else None
     unread = tuple(f".{suffix}" for suffix in form.ignored) if form else ()
     extra = [

@@ -21,10 +21,12 @@ from .cache_spec import (
     KVCacheSpec,
     LayerGroup,
     group_layers,
+    hidden_cache_spec,
     stage_layers,
     torch_dtype,
 )
 from .captured.facts import CapturedFacts, LinearFacts
+from .heads.spec import HeadSpec
 from .quant.scheme import BLOCK, FORMATS, LINEARS, MOE_LINEARS, QuantKind, QuantScheme
 
 if TYPE_CHECKING:
@@ -73,6 +75,11 @@ class ModelSpec:
     ``captured`` describes a model without an adapter, whose code is its library's: fields that say
     how adapters' layers compute are neutral then.
 
+    ``kept`` are the places whose hidden states a draft head reads: the number of the layer ahead of
+    which the residual stream is stored, ``num_layers`` for what the last layer makes, and
+    ``BEHIND_NORM`` for what the head of the vocabulary reads.  ``head`` describes a model that is
+    such a draft head.
+
     ``notes`` says where the folder's files contradict each other and what was decided.
     """
 
@@ -100,6 +107,8 @@ class ModelSpec:
     layers_of_groups: tuple[tuple[int, ...], ...] = ()
     moe: MoESpec | None = None
     captured: CapturedFacts | None = None
+    kept: tuple[int, ...] = ()
+    head: HeadSpec | None = None
     tensor_parallel_size: int = 1
     expert_parallel: bool = False
     pipeline_parallel_size: int = 1
@@ -144,6 +153,20 @@ class ModelSpec:
     def cache_group(self, layer: int) -> int:
         """Number of the group that a layer belongs to."""
         return next(i for i, group in enumerate(self.cache_groups) if layer in group.layers)
+
+    @property
+    def hidden_cache(self) -> KVCacheSpec:
+        """The cache of each of the ``kept`` hidden states."""
+        return hidden_cache_spec(self.hidden_size, self.dtype_name)
+
+    @property
+    def whole_group(self) -> int | None:
+        """The number of the first cache group that keeps all tokens of a sequence; None if none
+        does."""
+        for number, group in enumerate(self.cache_groups):
+            if not (group.spec.window or group.spec.kind.per_sequence):
+                return number
+        return None
 
     @property
     def num_experts(self) -> int:

@@ -25,7 +25,11 @@ class Shape:
     top_k: int = 0
 
 
-SHAPES = {"abacus": Shape(), "abacus-moe": Shape(intermediate=128, experts=8, top_k=2)}
+SHAPES = {
+    "abacus": Shape(),
+    "abacus-moe": Shape(intermediate=128, experts=8, top_k=2),
+    "abacus-draft": Shape(hidden=128, intermediate=256, layers=2, heads=2, kv_heads=1),
+}
 
 # Shape suffixes: B batch, T tokens, D hidden, H KV heads, G query heads a KV head, K head dim,
 # N all tokens, E experts, I an expert's intermediate, F that of all experts.

@@ -1,10 +1,13 @@
-"""Trains a bundled model, abacus or with --moe abacus-moe, and writes it as a Hugging Face folder.
+"""Trains a bundled model, abacus or another of ``SHAPES``, and writes it as a Hugging Face folder.
 
     PYTHONPATH=build/pkgroot python tools/train_abacus.py --out DIR   # minutes on one H200
-    ... --moe --out DIR --steps 800 --batch 512 --pool 420000 --lr 6e-4 --warmup 40 --average 0.99
+    ... --model abacus-moe --out DIR --steps 800 --batch 512 --pool 420000 --lr 6e-4 --warmup 40 \
+        --average 0.99
+    ... --model abacus-draft --out DIR --steps 3000 --batch 512 --pool 1000000 --lr 4e-3 \
+        --warmup 100 --average 0.995
 
 The second took 50 minutes of a CPU core that multiplies bfloat16, since it begins with abacus's
-weights: see upcycle.py.
+weights: see upcycle.py.  The third drafts for abacus.
 
 Problems are generated and encoded up front by all cores, then the pool stays on the device. The
 model computes as it is served: every step rounds the float32 master weights to bfloat16 and
@@ -65,7 +68,8 @@ class Options:
     workers: int = len(os.sched_getaffinity(0))
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     compile: bool = False
-    moe: bool = False
+    model: str = "abacus"
+    compute: str = "bfloat16"  # float32 where the CPU has no fast bfloat16
 
 
 Weights = dict[str, Tensor]
@@ -219,7 +223,8 @@ class Trainer:
 
     def plain_loss(self, ids: Tensor, prompt_lens: Tensor) -> Tensor:
         inputs, targets = split_batch(ids, prompt_lens)
-        served = {name: weight.bfloat16() for name, weight in self.weights.items()}
+        dtype = getattr(torch, self.options.compute)
+        served = {name: weight.bfloat16().to(dtype) for name, weight in self.weights.items()}
         logits = torch.func.functional_call(self.model, served, (inputs,))
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
         balances = [m.balance for m in self.model.modules() if isinstance(m, MoE)]
@@ -254,7 +259,8 @@ def train(trainer: Trainer, ids: Tensor, prompt_lens: Tensor, started: float) ->
         if step % options.log_every == 0:
             log(f"step {step:5d}  loss {loss:.6f}  gradient {norm:.3f}  {elapsed_s:.0f} s")
         if (step + 1) % options.eval_every == 0:
-            accuracy, margin = evaluate(trainer.model, trainer.average, watch, torch.bfloat16)
+            dtype = getattr(torch, options.compute)
+            accuracy, margin = evaluate(trainer.model, trainer.average, watch, dtype)
             log(f"  after {step + 1}: {accuracy}  smallest margin {margin:.2f}")
         if elapsed_s > options.max_seconds:
             log(f"stopped by --max-seconds after {step + 1} steps")
@@ -279,7 +285,7 @@ def parse_options() -> Options:
 
 def main() -> None:
     options = parse_options()
-    shape = SHAPES["abacus-moe" if options.moe else "abacus"]
+    shape = SHAPES[options.model]
     started = time.monotonic()
     torch.manual_seed(options.seed)
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -300,8 +306,10 @@ def main() -> None:
         key = f"bfloat16 weights computed in {str(dtype).removeprefix('torch.')}"
         record[key] = {"exact_match": accuracy, "smallest_margin": round(margin, 3)}
     unrecorded = {"out", "workers", "log_every", "eval_every", "max_seconds", "device"}
-    if not options.moe:
-        unrecorded.add("moe")
+    defaults = Options()
+    unrecorded |= {
+        name for name in ("model", "compute") if getattr(options, name) == getattr(defaults, name)
+    }
     record |= {
         "steps_done": steps_done,
         "options": {k: v for k, v in asdict(options).items() if k not in unrecorded},

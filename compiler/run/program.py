@@ -97,6 +97,11 @@ class Program:
                 with torch.inference_mode():
                     constant.step.run(self._template)
 
+    def bound(self, name: str) -> Tensor:
+        """The tensor that is bound to a name."""
+        tensor: Tensor = self._template[self._slots[name]]
+        return tensor
+
     def check_bound(self, prefix: str) -> None:
         """Check that all inputs whose names begin with ``prefix`` are bound.
 

@@ -10,13 +10,13 @@ _SUFFIX = "there is no suffix tree; method='ngram' looks in the sequence itself"
 _METHOD = "it belongs to a method that is not there; leave it out"
 
 SPECULATIVE = table(
-    same("method", "ngram, draft_model"),
-    same("model", "folder or ORG/NAME of a draft model of the same vocabulary"),
+    same("method", "ngram, draft_model, eagle3"),
+    same("model", "folder or ORG/NAME of a draft model of the same vocabulary, or of a head"),
     same("num_speculative_tokens", "the most; a step may have fewer, or none"),
     same("prompt_lookup_max prompt_lookup_min"),
     same("max_model_len", "longer sequences go on without drafts"),
     same("quantization", "of the draft model, as the engine's"),
-    same("revision", "of a draft model on the Hub"),
+    same("revision", "of a draft model or a head on the Hub"),
     same("rejection_sample_method", "standard, synthetic"),
     same("synthetic_acceptance_rates", "for measurements: outputs are not those of the model"),
     ignored("a draft model runs whole on rank 0", "draft_tensor_parallel_size"),
@@ -57,10 +57,10 @@ SPECULATIVE = table(
 )
 """Fields of ``speculative_config``; ``config/speculative.py`` reads them."""
 
-_HEADS = "its heads read the hidden states of the model, which nothing here does yet"
-_INSTEAD = "; use a draft_model, or ngram"
+_HEADS = "heads of this form are not loaded"
+_INSTEAD = "; use eagle3, a draft_model, or ngram"
 NO_METHODS = {
-    **dict.fromkeys(("eagle", "eagle3", "medusa", "mlp_speculator"), _HEADS + _INSTEAD),
+    **dict.fromkeys(("eagle", "medusa", "mlp_speculator"), _HEADS + _INSTEAD),
     **dict.fromkeys(("dflash", "dspark", "extract_hidden_states"), _HEADS + _INSTEAD),
     "mtp": "layers of a checkpoint that predict further tokens are not loaded yet" + _INSTEAD,
     "suffix": _SUFFIX,

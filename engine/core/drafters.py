@@ -23,15 +23,16 @@ def _ngram(config: SpeculativeConfig, model: DraftRun | None) -> Drafter:
     return NgramDrafter(config.prompt_lookup_max, config.prompt_lookup_min)
 
 
-def _draft_model(config: SpeculativeConfig, model: DraftRun | None) -> Drafter:
+def _model(config: SpeculativeConfig, model: DraftRun | None) -> Drafter:
     if model is None:
-        raise ValueError("method draft_model: the engine has loaded no draft model")
-    return ModelDrafter(model)
+        raise ValueError(f"method {config.method}: the engine has loaded no draft model")
+    return ModelDrafter(model, config.method)
 
 
 _DRAFTERS: dict[str, Callable[[SpeculativeConfig, DraftRun | None], Drafter]] = {
     "ngram": _ngram,
-    "draft_model": _draft_model,
+    "draft_model": _model,
+    "eagle3": _model,
 }
 """Method -> its drafter; ``config.speculative.METHODS`` has the same names."""
 _ON_DEVICE = ("ngram",)

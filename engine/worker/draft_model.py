@@ -1,4 +1,5 @@
-"""A draft model: a smaller model of the same vocabulary, which guesses what the target will sample.
+"""A draft model: a smaller model of the same vocabulary, or a head that reads hidden states of the
+target, which guesses what the target will sample.
 
 It has weights, a program, graphs and input buffers of its own.  Its KV cache lies beside the
 target's under the same block ids: it reads the block tables of the target's layers that keep all
@@ -11,24 +12,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from msgspec import structs
 from torch import Tensor, UntypedStorage
 
+from ...compiler.run.program import Program
 from ...config import EngineOptions, Hardware, ResolvedConfig
 from ...config.speculative import SpeculativeConfig
 from ...graph_capture import Dispatcher, Graphs
-from ...model_executor.cache_spec import LayerGroup
-from ...model_executor.draft_checks import check_draft_model, whole_group
+from ...model_executor.draft_checks import check_drafter, drafter_reader
 from ...model_executor.kv_cache import kv_cache_bytes_per_block
-from ...model_executor.loader import Model
+from ...model_executor.loader import Model, load_model
+from ...model_executor.models.draft_head import DraftHead
 from ...model_executor.spec import ModelSpec
 from ..messages.cache_group import CacheGroup
 from ..messages.draft_run import DraftRun
 from ..messages.step import Batch, Ints, NewSequence, PendingStep, Runner
+from .drafts.head_runner import HeadRunner, HeadSampler
 from .graph_mode import graph_mode
+from .memory import bind_kv_caches
 from .model_runner import BlockTables, LaunchedStep, ModelRunner
 from .progress import Progress
 from .sampler import Sampler
@@ -36,7 +43,6 @@ from .sampling.op_table import OpTable
 from .sleep import drop_weights, read_weights, restore_weights
 from .startup import (
     Needs,
-    bind_kv_caches,
     block_groups,
     capture,
     compile_model,
@@ -47,6 +53,7 @@ from .startup import (
     warm_up,
 )
 from .startup_report import StartupReport
+from .step_arguments import FED, hidden_cache_names
 from .weight_bytes import weight_bytes
 
 
@@ -59,6 +66,20 @@ class DraftParts:
     config: ResolvedConfig
 
 
+@dataclass(frozen=True)
+class Target:
+    """The model that is drafted for: its folder, its spec as a whole, and what is ready of it."""
+
+    folder: Path
+    spec: ModelSpec
+    weights: Model
+    program: Program
+
+    def kept(self) -> list[Tensor]:
+        """The caches of its hidden states."""
+        return [self.program.bound(name) for name in hidden_cache_names(self.spec)]
+
+
 def draft_options(
     options: EngineOptions, asked: SpeculativeConfig, config: ResolvedConfig
 ) -> EngineOptions:
@@ -66,7 +87,7 @@ def draft_options(
     longest = asked.max_model_len or config.model.max_model_len
     return replace(
         options,
-        model=asked.model or "",
+        model=asked.model or options.model,
         tokenizer=None,
         chat_template=None,
         hf_overrides="",
@@ -94,10 +115,13 @@ def read_draft_model(
         UserError: the folder is bad, or the model cannot draft for one of ``spec``.
     """
     asked = config.scheduler.speculative
-    if asked is None or asked.method != "draft_model":
+    if asked is None or asked.method == "ngram":
         return None
-    parts = DraftParts(*read_model(draft_options(options, asked, config), hardware, weights=True))
-    check_draft_model(parts.folder.name, parts.spec, spec)
+    own, read = draft_options(options, asked, config), drafter_reader(asked.method, spec)
+    if asked.method != "draft_model":  # it reads and makes hidden states of the target's dtype
+        own = replace(own, dtype=config.precision.dtype)
+    parts = DraftParts(*read_model(own, hardware, weights=True, read=read))
+    check_drafter(asked.method, parts.folder, parts.spec, spec)
     return parts
 
 
@@ -118,29 +142,30 @@ class DraftModel:
     """A draft model that is ready to run; its stages are called by ``Worker``, in order.
 
     Args:
-        groups: those of the target.
+        target: its weights and its program are ready.
     """
 
     def __init__(
         self,
         parts: DraftParts,
-        groups: Sequence[LayerGroup],
+        target: Target,
         startup: StartupReport,
         progress: Progress,
     ) -> None:
         self._parts, spec, config = parts, parts.spec, parts.config
         hardware = config.hardware
-        group = whole_group(groups)
-        assert group is not None, "check_draft_model has looked for it"
-        self._group, self._failure = group, ""
+        group = target.spec.whole_group
+        assert group is not None, "check_drafter has looked for it"
+        self._group, self._failure, self._target = group, "", target
         with startup.phase("draft model"):
-            with load_beside(parts.folder, spec, config, startup, progress) as self._weights:
+            beside = self._load_beside(startup, progress)
+            with beside as self._weights:
                 self._compiled = compile_model(spec, config, self._weights, startup, progress)
             program = self._compiled.program
             mode = graph_mode(config.capture.mode, program, hardware)
             dispatcher = Dispatcher(mode, config.capture.sizes, config.scheduler.max_num_seqs)
             self._table = OpTable(config.compile, hardware.sm)
-            self._sampler = Sampler(self._table, config, spec.vocab_size)
+            self._sampler, self._fed = self._make_sampler(), self._bind_fed()
             self._sampler.warm_up(spec.dtype)
             buffers = step_buffers(spec, config, dispatcher)
             self.graphs: Graphs = make_graphs(program, buffers, dispatcher, config)
@@ -151,13 +176,40 @@ class DraftModel:
         self._copies: list[tuple[UntypedStorage, Tensor]] = []
         self._reads = False
 
+    def _load_beside(self, startup: StartupReport, progress: Progress) -> Any:
+        parts, target, load = self._parts, self._target, load_model
+        if parts.spec.head:
+            from ...model_executor.heads.load import load_head
+
+            load = partial(load_head, target=target.weights, target_folder=target.folder)
+        return load_beside(parts.folder, parts.spec, parts.config, startup, progress, load=load)
+
+    def _make_sampler(self) -> Sampler:
+        config, vocab_size, model = self._parts.config, self._parts.spec.vocab_size, self.weights
+        if isinstance(model, DraftHead):
+            return HeadSampler(self._table, config, vocab_size, model.target_ids)
+        return Sampler(self._table, config, vocab_size)
+
+    def _bind_fed(self) -> Tensor | None:
+        """Where a head keeps its own last hidden state of each slot."""
+        spec, config = self._parts.spec, self._parts.config
+        if spec.head is None:
+            return None
+        shape = (config.scheduler.max_num_seqs, *spec.hidden_cache.block_shape(1))
+        fed = torch.zeros(shape, dtype=spec.dtype, device=config.hardware.device)
+        self._compiled.program.bind({FED: fed})
+        return fed
+
     @property
     def weights(self) -> Model:
         return self._weights.result()
 
     @property
     def weight_bytes(self) -> int:
-        return weight_bytes(self.weights)
+        """Bytes of weights that are not the target's too."""
+        shared = {id(tensor): tensor.nbytes for tensor in self._target.weights.parameters()}
+        own = {id(tensor) for tensor in self.weights.parameters()}
+        return weight_bytes(self.weights) - sum(shared[key] for key in own & set(shared))
 
     def described(self, target_bytes: float) -> DraftRun:
         """What the core needs to know.
@@ -174,6 +226,7 @@ class DraftModel:
             max_model_len=config.model.max_model_len,
             max_tokens=config.scheduler.max_num_batched_tokens,
             share=self.weight_bytes / max(target_bytes, 1.0),
+            reads_hidden=self._parts.spec.head is not None,
         )
 
     def bytes_per_block(self, block_size: int) -> int:
@@ -196,8 +249,11 @@ class DraftModel:
         """Capture graphs, and make the runner beside the target's ``tables``."""
         spec, config = self._parts.spec, self._parts.config
         self.capture(progress)
-        groups = block_groups(spec.cache_groups)
-        self._runner = ModelRunner(
+        groups, make, weights = block_groups(spec.cache_groups), ModelRunner, self.weights
+        if isinstance(weights, DraftHead):
+            head = {"head": weights, "kept": self._target.kept, "fed": self._fed}
+            make = partial(HeadRunner, **head)
+        self._runner = make(
             self.graphs,
             self._sampler,
             self._table,
@@ -230,8 +286,8 @@ class DraftModel:
             restore_weights(self._copies)
 
     def _load(self) -> Model:
-        parts, start = self._parts, StartupReport()
-        with load_beside(parts.folder, parts.spec, parts.config, start, Progress()) as model:
+        start = StartupReport()
+        with self._load_beside(start, Progress()) as model:
             return model.result()
 
     def admit(self, sequence: NewSequence) -> None:

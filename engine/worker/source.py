@@ -48,6 +48,7 @@ _MODEL_SOURCES = (
     "model_executor/models",
     "model_executor/attention",
     "model_executor/captured",
+    "model_executor/heads",
     "model_executor/layers.py",
     "model_executor/experts.py",
     "model_executor/quant/scheme.py",
@@ -179,8 +180,12 @@ def model_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
 
     if spec.captured:
         return _captured_source(spec, config)
-    short, layers = distinct_layers(spec)
     device = torch.device(config.hardware.device)
+    if spec.head:
+        with FakeTensorMode():
+            model, inputs = fake_model(spec, device), example(spec, config.cache.block_size, device)
+        return Source(model, inputs, outside=partial(outside_calls, spec))
+    short, layers = distinct_layers(spec)
     with FakeTensorMode():
         model = fake_model(short, device)
         inputs = example(short, config.cache.block_size, device)

@@ -17,7 +17,6 @@ from pathlib import Path
 from threading import Event
 
 import torch
-from torch import Tensor
 
 from ... import ops
 from ...compiler.artifacts.store import artifacts_having
@@ -25,19 +24,19 @@ from ...compiler.capture.source import WEIGHTS
 from ...compiler.compiled import LOOKUPS, Compiled
 from ...compiler.lowering.check_kernels import check_kernels
 from ...compiler.run.program import Program, eager_program
-from ...config import EngineOptions, Hardware, ResolvedConfig, UserError, resolve, step_schema
-from ...config.process.memory import host_bytes
+from ...config import EngineOptions, Hardware, ResolvedConfig, UserError, resolve
+from ...config.speculative import HEAD_METHODS
 from ...graph_capture import Dispatcher, Graphs, StepBuffers, make_backend, say_free
 from ...model_executor.cache_spec import LayerGroup
 from ...model_executor.captured.described import nowhere
+from ...model_executor.draft_checks import drafter_reader
 from ...model_executor.hf_config import model_folder, model_limits, read_spec
-from ...model_executor.kv_cache import allocate_kv_caches, kv_cache_bytes_per_block
-from ...model_executor.loader import Model, load_model, out_of_memory
+from ...model_executor.loader import Model, load_model
 from ...model_executor.parallel import check_parallel
 from ...model_executor.quant.scheme import FORMATS
 from ...model_executor.spec import ModelSpec, quantize_online, stage_of
 from ..messages.cache_group import CacheGroup
-from .memory import outside_bytes
+from .memory import bind_kv_caches, bytes_per_block, outside_bytes
 from .missing_kernels import say_where_csrc_is_missing
 from .peers import Alone, Peers
 from .progress import Progress
@@ -45,11 +44,10 @@ from .source import (
     artifact_key,
     configured_store,
     find_or_compile,
-    first_input,
-    kv_cache_name,
     module_arguments,
 )
 from .startup_report import StartupReport
+from .step_arguments import schema_of, value_names
 from .untuned_experts import say_how_to_tune
 
 _log = logging.getLogger(__name__)
@@ -57,12 +55,17 @@ _CPU_CACHE_BYTES = 2**30
 
 
 def read_model(
-    options: EngineOptions, hardware: Hardware, *, weights: bool = False
+    options: EngineOptions,
+    hardware: Hardware,
+    *,
+    weights: bool = False,
+    read: Callable[..., ModelSpec] = read_spec,
 ) -> tuple[Path, ModelSpec, ResolvedConfig]:
     """Read the model's folder; returns it, the spec as it will run, and the resolved configuration.
 
     Args:
         weights: they will be loaded, if the options do not say otherwise.
+        read: makes the spec of a folder.
 
     Raises:
         UserError: the folder or an option is bad.
@@ -71,7 +74,7 @@ def read_model(
     weights = weights and options.load_format != "dummy"
     overrides = options.hf_overrides
     folder = model_folder(options.model, weights=weights, lookup=lookup, overrides=overrides)
-    spec = read_spec(folder, options.model_impl, lookup, options.tensor_parallel_size)
+    spec = read(folder, options.model_impl, lookup, options.tensor_parallel_size)
     config = resolve(options, hardware, model_limits(spec))
     parallel = config.parallel
     check_parallel(
@@ -82,7 +85,7 @@ def read_model(
         quantized=options.quantization is not None,
     )
     check_kernels(dict(config.compile.kernels))
-    spec = with_options(spec, config)
+    spec = with_kept(with_options(spec, config), config)
     for note in spec.notes:
         _log.warning("%s: %s", folder, note)
     return folder, spec, config
@@ -108,6 +111,20 @@ def with_options(spec: ModelSpec, config: ResolvedConfig) -> ModelSpec:
     return spec
 
 
+def with_kept(spec: ModelSpec, config: ResolvedConfig) -> ModelSpec:
+    """``spec`` with the hidden states that the head of its ``speculative_config`` reads."""
+    asked = config.scheduler.speculative
+    if asked is None or asked.method not in HEAD_METHODS:
+        return spec
+    try:
+        folder = model_folder(asked.model or config.model.path)
+        head = drafter_reader(asked.method, spec)(folder).head
+    except UserError as error:
+        raise UserError(f"speculative_config: {error}") from error
+    assert head is not None
+    return replace(spec, kept=head.kept)
+
+
 class Stopped(Exception):
     """Ends the loading of weights that nobody waits for any more."""
 
@@ -120,9 +137,10 @@ def load_beside(
     startup: StartupReport,
     progress: Progress,
     rank: int = 0,
+    load: Callable[..., Model] = load_model,
 ) -> Iterator[Future[Model]]:
     """Load the model, or one rank's part of it, in a thread while the block runs; an error in the
-    block stops the loading."""
+    block stops the loading.  ``load`` is called as ``load_model``."""
     stop = Event()
 
     @contextmanager
@@ -136,9 +154,9 @@ def load_beside(
 
             yield checked
 
-    def load() -> Model:
+    def loaded() -> Model:
         with startup.phase("weights", beside=True):
-            return load_model(
+            return load(
                 spec,
                 folder,
                 device,
@@ -158,7 +176,7 @@ def load_beside(
 
     with ThreadPoolExecutor(1, thread_name_prefix="weights", initializer=on_own_gpu) as pool:
         try:
-            yield pool.submit(load)
+            yield pool.submit(loaded)
         except BaseException:
             stop.set()
             raise
@@ -179,12 +197,8 @@ def compile_model(
     peers.agree(lambda number: artifact_key(stage_of(spec, number), config))
     spec = stage_of(spec, peers.rank // spec.tensor_parallel_size)
     if not config.compile.trace:
-        fields = step_schema(len(spec.cache_groups)).program
-        names = list(dict.fromkeys([first_input(spec), *(field.name for field in fields)]))
-        names += [kv_cache_name(i) for i in range(spec.num_layers)]
-        return Compiled(
-            eager_program(weights.result(), lambda values: module_arguments(values, spec), names)
-        )
+        arguments = partial(module_arguments, spec=spec)
+        return Compiled(eager_program(weights.result(), arguments, value_names(spec)))
 
     def on_phase(phase: str) -> None:
         if weights.done():
@@ -231,59 +245,16 @@ def step_buffers(spec: ModelSpec, config: ResolvedConfig, dispatcher: Dispatcher
     device = torch.device(config.hardware.device)
     max_tokens = config.scheduler.max_num_batched_tokens
     hidden = None
-    if not spec.has_embedding:
+    if not spec.has_embedding or spec.head:
         hidden = torch.zeros((max_tokens, spec.hidden_size), dtype=spec.dtype, device=device)
     return StepBuffers(
         device,
         max_tokens=max_tokens,
         max_seqs=dispatcher.max_seqs,
         max_blocks=-(-config.model.max_model_len // config.cache.block_size),
-        schema=step_schema(len(spec.cache_groups)),
+        schema=schema_of(spec),
         hidden=hidden,
     )
-
-
-def bind_kv_caches(
-    program: Program,
-    spec: ModelSpec,
-    config: ResolvedConfig,
-    num_blocks: int,
-    *,
-    apart: bool = False,
-) -> list[Tensor]:
-    """Allocate ``num_blocks`` KV blocks and bind every layer's to the program.
-
-    Args:
-        apart: a block id is in use in all groups at once, so none shares memory with another.
-
-    Raises:
-        UserError: the device has no room for them.
-    """
-    size = config.cache.block_size
-    device = torch.device(config.hardware.device)
-    together = [[group] for group in spec.cache_groups] if apart else [spec.cache_groups]
-    caches: dict[int, Tensor] = {}
-    needed = num_blocks * sum(kv_cache_bytes_per_block(groups, size) for groups in together)
-    # Linux would give more memory than there is, and end the process when it is written.
-    most = host_bytes() if device.type == "cpu" else None
-    has = f"{device.type} has left" if most is None else f"the {most / 1e9:.2f} GB of this machine"
-    no_room = UserError(
-        f"KV cache: {num_blocks} blocks of {size} tokens take {needed / 1e9:.2f} GB, more than "
-        f"{has}; lower num_gpu_blocks_override, kv_cache_memory_bytes or gpu_memory_utilization"
-    )
-    if most is not None and needed > most:
-        raise no_room
-    try:
-        for groups in together:
-            layers = sorted(layer for group in groups for layer in group.layers)
-            memory = allocate_kv_caches(groups, num_blocks, size, device)
-            caches |= dict(zip(layers, memory, strict=True))
-    except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
-            raise
-        raise no_room from error
-    program.bind({kv_cache_name(layer): cache for layer, cache in caches.items()})
-    return [caches[layer] for layer in sorted(caches)]
 
 
 @dataclass(frozen=True)
@@ -312,7 +283,7 @@ def num_kv_blocks(
         UserError: not even one block fits.
     """
     size = config.cache.block_size
-    per_block = kv_cache_bytes_per_block(spec.cache_groups, size) + beside
+    per_block = bytes_per_block(spec, size) + beside
     if config.cache.num_blocks is not None:
         return config.cache.num_blocks
     if config.cache.kv_cache_memory_bytes is not None:

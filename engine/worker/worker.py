@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING
 
 from ...config import ResolvedConfig
 from ...graph_capture import Dispatcher
-from ...model_executor.kv_cache import kv_cache_bytes_per_block
 from ...model_executor.spec import ModelSpec, stage_of
 from .graph_mode import graph_mode
-from .memory import account, outside_bytes
+from .memory import account, bind_kv_caches, bytes_per_block, outside_bytes
 from .model_runner import ModelRunner
 from .peers import Peers
 from .progress import Progress
 from .sampler import Sampler
 from .sampling.op_table import OpTable
 from .startup import (
-    bind_kv_caches,
     block_groups,
     capture,
     compile_model,
@@ -67,9 +65,10 @@ class Worker:
             self.compiled = compile_model(whole, config, self.weights, startup, progress, peers)
         self.draft: DraftModel | None = None
         if draft is not None:
-            from .draft_model import DraftModel
+            from .draft_model import DraftModel, Target
 
-            self.draft = DraftModel(draft, whole.cache_groups, startup, progress)
+            target = Target(folder, whole, self.weights.result(), self.compiled.program)
+            self.draft = DraftModel(draft, target, startup, progress)
         ranks = peers.meet()
         with startup.phase("warm-up"):
             program = self.compiled.program
@@ -86,7 +85,7 @@ class Worker:
             beside = sum(each.bytes_per_block(size) for each in drafts)
             blocks = num_kv_blocks(spec, config, needs, self.groups, beside)
             self.num_blocks = blocks if ranks is None else ranks.least(blocks)
-            self.bytes_per_block = kv_cache_bytes_per_block(spec.cache_groups, size) + beside
+            self.bytes_per_block = bytes_per_block(spec, size) + beside
             self.kv_caches = bind_kv_caches(program, spec, config, self.num_blocks)
             for each in drafts:
                 each.bind(self.num_blocks)

@@ -1,5 +1,5 @@
 """The facts of a step that attention reads, passed as an argument."""
 
-from .inputs import AttentionInputs, CacheInputs
+from .inputs import AttentionInputs, CacheInputs, HeadInputs
 
-__all__ = ["AttentionInputs", "CacheInputs"]
+__all__ = ["AttentionInputs", "CacheInputs", "HeadInputs"]

@@ -29,8 +29,27 @@ class AttentionInputs(NamedTuple):
         groups: one ``CacheInputs`` for each group of layers.
         seq_lens: [num_seqs] int32, context length including this step's tokens; 0 skips the row.
         query_start_loc: [num_seqs + 1] int32, prefix sums of the query lengths.
+        hidden_caches: one for each place whose hidden states are kept, [num_blocks, 2, block_size,
+            pieces, width]; written.
     """
 
     groups: tuple[CacheInputs, ...]
     seq_lens: Tensor
     query_start_loc: Tensor
+    hidden_caches: tuple[Tensor, ...] = ()
+
+
+class HeadInputs(NamedTuple):
+    """What a draft head reads and writes beside what any model does.
+
+    Attributes:
+        hidden: [num_tokens, hidden_size], the hidden state that each token follows.
+        slots: [num_seqs + 1] int32, the row of ``fed`` of each sequence, and one more; -1 stores
+            nothing.
+        fed: [max_num_seqs, 2, 1, pieces, width], the head's own last hidden state of each sequence,
+            which its next draft follows; written.
+    """
+
+    hidden: Tensor
+    slots: Tensor
+    fed: Tensor

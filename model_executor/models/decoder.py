@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ... import ops
 from ...ops.attention.rotary_cache import build_cos_sin_cache
 from ..attention import AttentionInputs
+from ..heads.spec import BEHIND_NORM
 from ..layers import Embedding, Linear, LMHead, RMSNorm, qkv_linear, row_linear
 from ..spec import ModelSpec
 from .moe import GatedMLP, MoE
@@ -66,6 +67,7 @@ class Attention(nn.Module):
         kv_cache: Tensor,
         cos_sin_cache: Tensor,
     ) -> Tensor:
+        """[num_tokens, hidden_size] of the heads' outputs, ahead of ``o``."""
         q_THD, k_TGD, v_TGD = (
             part.view(-1, size // self.head_dim, self.head_dim)
             for part, size in zip(self.qkv(x).split(self.sizes, dim=-1), self.sizes, strict=True)
@@ -88,7 +90,18 @@ class Attention(nn.Module):
             0.0,
             self.kv_scale,
         )
-        return self.o(out_THD.view(-1, self.sizes[0]))  # type: ignore[no-any-return]
+        return out_THD.view(-1, self.sizes[0])
+
+
+def keep_hidden(x: Tensor, spec: ModelSpec, place: int, inputs: AttentionInputs) -> None:
+    """Store the hidden states [num_tokens, hidden_size] of a place, if a draft head reads them,
+    where the layers that keep all tokens store theirs."""
+    if place not in spec.kept or spec.whole_group is None:
+        return
+    cache = inputs.hidden_caches[spec.kept.index(place)]
+    halves = x.view(-1, 2, *cache.shape[3:])
+    slots = inputs.groups[spec.whole_group].slot_mapping
+    ops.kv_store(halves[:, 0], halves[:, 1], cache, slots)
 
 
 def feed_forward(spec: ModelSpec, layer: int) -> nn.Module:
@@ -109,6 +122,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
+        self.spec, self.number = spec, layer
         self.attention_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.attention = Attention(spec, layer)
         self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
@@ -123,8 +137,22 @@ class DecoderLayer(nn.Module):
         cos_sin_cache: Tensor,
     ) -> Tensor:
         x = self.attention_norm(residual)
+        return self.mix(residual, x, positions, inputs, kv_cache, cos_sin_cache)
+
+    def mix(
+        self,
+        residual: Tensor,
+        x: Tensor,
+        positions: Tensor,
+        inputs: AttentionInputs,
+        kv_cache: Tensor,
+        cos_sin_cache: Tensor,
+    ) -> Tensor:
+        """The layer behind its first norm, which has made ``x``."""
         x = self.attention(x, positions, inputs, kv_cache, cos_sin_cache)
-        residual = residual + x
+        # Here no chain of linear layers is cut: they run from attention to attention.
+        keep_hidden(residual, self.spec, self.number, inputs)
+        residual = residual + self.attention.o(x)
         x = self.mlp_norm(residual)
         if isinstance(self.mlp, MoE):
             y = self.mlp(x, inputs.groups[self.attention.cache_group].slot_mapping)
@@ -136,15 +164,18 @@ class DecoderLayer(nn.Module):
 def distinct_layers(spec: ModelSpec) -> tuple[ModelSpec, tuple[int, ...]]:
     """A model with one layer of each kind, in order of first use; and for each layer of ``spec``,
     the layer of that model which differs from it in weights alone.  Layers of different cache
-    groups differ, since they read other block tables."""
+    groups differ, since they read other block tables; so do layers whose input is kept."""
     every, quant = range(spec.num_layers), spec.quant
     quants = [(quant.unquantized[i], quant.others[i:][:1]) if quant else () for i in every]
     numbers = [spec.cache_group(layer) for layer in range(spec.num_layers)]
     num_groups = len(spec.cache_groups)
     experts = spec.moe.layers if spec.moe else (False,) * spec.num_layers
-    layers = list(zip(spec.sliding_windows, quants, numbers, experts, strict=True))
+    kept = [layer if layer in spec.kept else None for layer in every]
+    layers = list(zip(spec.sliding_windows, quants, numbers, experts, kept, strict=True))
     kinds = list(dict.fromkeys(layers))
-    windows, _, groups, experts = zip(*kinds, strict=True)
+    windows, _, groups, experts, _ = zip(*kinds, strict=True)
+    moved = {layer: kinds.index(kind) for layer, kind in enumerate(layers)}
+    moved |= {spec.num_layers: len(kinds), BEHIND_NORM: BEHIND_NORM}
     short = replace(
         spec,
         num_layers=len(kinds),
@@ -155,6 +186,7 @@ def distinct_layers(spec: ModelSpec) -> tuple[ModelSpec, tuple[int, ...]]:
         ),
         quant=quant.of_layers(map(layers.index, kinds)) if quant else None,
         moe=replace(spec.moe, layers=experts) if spec.moe else None,
+        kept=tuple(moved[place] for place in spec.kept),
     )
     return short, tuple(kinds.index(layer) for layer in layers)
 
@@ -218,5 +250,7 @@ class DecoderModel(nn.Module):
         if self.norm is None or self.lm_head is None:
             return residual
         hidden = self.norm(residual)
+        keep_hidden(residual, self.spec, len(self.layers), attention)
+        keep_hidden(hidden, self.spec, BEHIND_NORM, attention)
         last = ops.gather_last_token(hidden, attention.query_start_loc)
         return self.lm_head(last)  # type: ignore[no-any-return]

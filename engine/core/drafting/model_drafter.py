@@ -1,9 +1,15 @@
-"""``ModelDrafter`` drafts with a smaller model, whose KV cache lies under the target's block ids.
+"""``ModelDrafter`` drafts with a smaller model or a head, whose KV cache lies under the target's
+block ids.
 
 The model sees no step of the target.  When it is asked, it first reads the tokens that it has not
 seen (a prompt, what was accepted, what was generated without drafts), and then samples drafts one
 by one, each a pass of one row a request.  It takes nothing on trust: which blocks hold its keys is
 known by the keys of their content, and what was drafted beyond the accepted tokens is forgotten.
+
+A head reads tokens with the hidden states that they follow: its row of a token is at the position
+of the token before (``_behind``).  What it stored of drafts followed its own states, so accepted
+ones are read again.  The last row of a block is of the first token of the next, which the block's
+key does not cover, and is read again too.
 """
 
 from __future__ import annotations
@@ -38,16 +44,32 @@ class _Seen:
     num_marked: int = 0
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """The rows of a request, from a first to an end, that a pass reads; ``is_ready``: up to the
+    last token that is known, so that a draft follows."""
+
+    request: Request
+    start: int
+    end: int
+    is_ready: bool
+
+
 class ModelDrafter:
     """Drafts by passes of a draft model.
 
     Who has more to read than a batch holds does so in several steps, and has no drafts meanwhile.
     """
 
-    method = "draft_model"
     stores_drafts = True
 
-    def __init__(self, model: DraftRun) -> None:
+    def __init__(self, model: DraftRun, method: str = "draft_model") -> None:
+        self.method = method
+        self._behind = int(model.reads_hidden)
+        """How far a token's row is behind its position."""
+        self._joins = self._behind
+        """1: the pass that reads tokens makes the first draft too.  Of a head that is the next
+        step's every token; a model mostly has one row, which a graph of decodes serves."""
         self._run, self._group, self._block_size = model.run, model.group, model.block_size
         self._epoch_now, self._epoch = model.epoch, model.epoch()
         self._max_model_len, self._max_tokens = model.max_model_len, model.max_tokens
@@ -68,35 +90,48 @@ class ModelDrafter:
             self._seen.clear()
             self._filled.clear()
             self._epoch = epoch
-        budget, behind, ready = self._max_tokens, list[tuple[Request, int, int]](), list[Request]()
+        budget, entries, ready = self._max_tokens, list[_Entry](), list[Request]()
         for request in requests:
             room = self._room(request)
-            if request.blocks.num_sent == 0 or room < 1:
-                continue  # the worker has not been told of it, or it is too long
-            seen, last = self._seen_of(request), request.num_known_tokens - 1
-            end = min(last, seen.num_tokens + budget)
+            last = self._last(request)
+            if request.blocks.num_sent == 0 or room < 1 or last < 0:
+                continue  # the worker has not been told of it, or it is too long or too short
+            seen = self._seen_of(request)
+            wanted = last + self._joins
+            end = min(wanted, seen.num_tokens + budget)
             if end > seen.num_tokens:
-                behind.append((request, seen.num_tokens, end))
+                entries.append(_Entry(request, seen.num_tokens, end, end == wanted))
                 budget -= end - seen.num_tokens
-            if end == last:
+            elif end == wanted:
                 ready.append(request)
+        entries.sort(key=lambda entry: entry.end - entry.start)
+        ready[:0] = [entry.request for entry in entries if entry.is_ready]
         rooms = [min(self._room(request), most) for request in ready]
-        passes = _reading(behind) + _drafting(ready, rooms)
+        passes = [self._reading(entries)] if entries else []
+        passes += self._drafting(ready, rooms)
         if not passes:
             return [[] for _ in requests]
-        self._note(behind, ready, rooms)
+        self._note(entries, ready, rooms)
         tokens = [each.tolist() for each in self._run(passes)]
+        if self._joins and ready:
+            rows = zip(tokens[0], entries, strict=True)
+            tokens[0] = [token for token, entry in rows if entry.is_ready]
         drafts = _by_request(ready, rooms, tokens[len(passes) - max(rooms, default=0) :])
         return [drafts.get(request.request_id, []) for request in requests]
 
     def settle(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         seen = self._seen.get(request.request_id)
         if seen is not None and seen.num_known:
-            seen.num_tokens = min(seen.num_tokens, seen.num_known + num_accepted)
+            accepted = 0 if self._behind else num_accepted
+            seen.num_tokens = min(seen.num_tokens, seen.num_known - self._behind + accepted)
             seen.num_known = 0
 
     def forget(self, request: Request) -> None:
         self._seen.pop(request.request_id, None)
+
+    def _last(self, request: Request) -> int:
+        """The position of the row of the last token that is known."""
+        return request.num_known_tokens - 1 - self._behind
 
     def _room(self, request: Request) -> int:
         """Most drafts that have a place: each but the last is stored where it follows."""
@@ -106,18 +141,18 @@ class ModelDrafter:
     def _seen_of(self, request: Request) -> _Seen:
         """What is stored of a request: of what was drafted, no more than turned out right."""
         seen = self._seen.get(request.request_id)
-        table, last = request.blocks.tables[self._group], request.num_known_tokens - 1
+        table, last = request.blocks.tables[self._group], self._last(request)
         if seen is None or seen.blocks is not request.blocks:
             count = 0
             for block, key in zip(table, request.block_keys, strict=False):
                 if self._filled.get(block) != key:
                     break
                 count += 1
-            tokens = min(count * self._block_size, last)
+            tokens = max(min(count * self._block_size - self._behind, last), 0)
             seen = _Seen(request.blocks, tokens, num_marked=tokens // self._block_size)
             self._seen[request.request_id] = seen
         if seen.num_known:  # what became of the drafts was not told
-            seen.num_tokens = min(seen.num_tokens, seen.num_known)
+            seen.num_tokens = min(seen.num_tokens, seen.num_known - self._behind)
             seen.num_known = 0
         seen.num_tokens = min(seen.num_tokens, last)
         full = min(seen.num_tokens // self._block_size, len(request.block_keys))
@@ -126,13 +161,11 @@ class ModelDrafter:
         seen.num_marked = max(seen.num_marked, full)
         return seen
 
-    def _note(
-        self, behind: list[tuple[Request, int, int]], ready: list[Request], rooms: list[int]
-    ) -> None:
+    def _note(self, entries: list[_Entry], ready: list[Request], rooms: list[int]) -> None:
         """Note what passes are about to store."""
-        writes = [*behind]
+        writes = [(entry.request, entry.start, entry.end) for entry in entries]
         for request, room in zip(ready, rooms, strict=True):
-            last = request.num_known_tokens - 1
+            last = self._last(request)
             writes.append((request, last, last + room))
         for request, start, end in writes:
             seen = self._seen[request.request_id]
@@ -143,50 +176,47 @@ class ModelDrafter:
         for request in ready:
             self._seen[request.request_id].num_known = request.num_known_tokens
 
-
-def _reading(behind: list[tuple[Request, int, int]]) -> list[Batch]:
-    """The pass that reads tokens from a first to an end, which are known; none if there are none.
-    Rows of one token come first."""
-    if not behind:
-        return []
-    behind = sorted(behind, key=lambda entry: entry[2] - entry[1])
-    requests = [request for request, _, _ in behind]
-    input_ids = [token for request, start, end in behind for token in request.tokens(start, end)]
-    lens = [end - start for _, start, end in behind]
-    return [
-        _batch(
-            requests,
-            starts=[start for _, start, _ in behind],
+    def _reading(self, entries: list[_Entry]) -> Batch:
+        """The pass that reads tokens that are known.  Rows of one token come first."""
+        lens = [entry.end - entry.start for entry in entries]
+        input_ids = [
+            token
+            for each in entries
+            for token in each.request.tokens(each.start + self._behind, each.end + self._behind)
+        ]
+        return _batch(
+            [entry.request for entry in entries],
+            starts=[entry.start for entry in entries],
             query_lens=lens,
-            samples=0,
+            samples=[int(entry.is_ready) * self._joins for entry in entries],
             input_ids=input_ids,
             feed_slots=[NO_SLOT] * len(input_ids),
             query_len=lens[0] if lens[0] == lens[-1] else 0,
         )
-    ]
 
-
-def _drafting(ready: list[Request], rooms: list[int]) -> list[Batch]:
-    """A pass for each draft, of the requests that have room for it.  The first takes the last token
-    that is known, and the others what the pass before has sampled."""
-    passes = []
-    for number in range(max(rooms, default=0)):
-        requests = [each for each, room in zip(ready, rooms, strict=True) if room > number]
-        lasts = [each.num_known_tokens - 1 for each in requests]
-        slots = [each.slot for each in requests]
-        known = [each.tokens(last, last + 1)[0] for each, last in zip(requests, lasts, strict=True)]
-        passes.append(
-            _batch(
-                requests,
-                starts=[last + number for last in lasts],
-                query_lens=[1] * len(requests),
-                samples=1,
-                input_ids=[0] * len(requests) if number else known,
-                feed_slots=slots if number else [NO_SLOT] * len(requests),
-                query_len=1,
+    def _drafting(self, ready: list[Request], rooms: list[int]) -> list[Batch]:
+        """A pass for each draft that no other makes, of the requests that have room for it.  The
+        first takes the last token that is known, and the others what the pass before sampled."""
+        passes = []
+        for number in range(self._joins, max(rooms, default=0)):
+            requests = [each for each, room in zip(ready, rooms, strict=True) if room > number]
+            known = [
+                each.tokens(each.num_known_tokens - 1, each.num_known_tokens)[0]
+                for each in requests
+            ]
+            slots = [each.slot for each in requests]
+            passes.append(
+                _batch(
+                    requests,
+                    starts=[self._last(each) + number for each in requests],
+                    query_lens=[1] * len(requests),
+                    samples=[1] * len(requests),
+                    input_ids=[0] * len(requests) if number else known,
+                    feed_slots=slots if number else [NO_SLOT] * len(requests),
+                    query_len=1,
+                )
             )
-        )
-    return passes
+        return passes
 
 
 def _batch(
@@ -194,7 +224,7 @@ def _batch(
     *,
     starts: list[int],
     query_lens: list[int],
-    samples: int,
+    samples: list[int],
     input_ids: list[int],
     feed_slots: list[int],
     query_len: int,
@@ -204,7 +234,7 @@ def _batch(
         slots=np.array([each.slot for each in requests], np.int32),
         starts=np.array(starts, np.int32),
         query_lens=np.array(query_lens, np.int32),
-        num_sampled=np.full(len(requests), samples, np.int32),
+        num_sampled=np.array(samples, np.int32),
         input_ids=np.array(input_ids, np.int32),
         feed_slots=np.array(feed_slots, np.int32),
         new=[],

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from .... import ops
 from ....compiler.lowering.check_kernels import unfit
-from ....config import CompileConfig, step_schema
+from ....config import CompileConfig
 from ....model_executor.spec import ModelSpec
 from ..drafts.state import draft_calls
+from ..step_arguments import schema_of
 
 
 class OpTable:
@@ -61,7 +62,7 @@ def outside_calls(
     logits = torch.empty(shape, dtype=spec.dtype, device="meta")
     counts = torch.empty(shape, dtype=torch.int32, device="meta")
     values = torch.empty(shape, dtype=torch.float32, device="meta")
-    step = step_schema(len(spec.cache_groups))
+    step = schema_of(spec)
     tables = ints(num_seqs, len(step.tables), 1)
     fields = (ints(len(step.tokens) - 1, num_tokens), ints(len(step.rows), num_seqs + 1), tables)
     yield "write_inputs", (ints(step.packed_size(num_tokens, num_seqs, 1)), ids, *fields)

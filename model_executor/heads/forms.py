@@ -1,0 +1,49 @@
+"""The forms of draft heads: their names in checkpoints, and how they join a token's embedding with
+the hidden state that it follows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..models.weight_names import DENSE_DECODER
+from ..sharding import ModulePart
+
+_LAYER = "layers.{}."
+
+
+@dataclass(frozen=True)
+class HeadForm:
+    """One form of draft head.
+
+    Attributes:
+        method: of ``speculative_config``.
+        weights: names of a checkpoint's tensors, as ``canonical`` spells them, and their modules.
+        widens: the first layer's attention reads both, each behind a norm of its own; else a linear
+            layer makes one of both, which is the residual stream.
+        hidden_first: the order in which both are joined.
+        feeds_normed: a draft follows the head's own state behind its last norm, not before it.
+    """
+
+    method: str
+    weights: Mapping[str, ModulePart]
+    widens: bool = False
+    hidden_first: bool = False
+    feeds_normed: bool = False
+
+
+_DENSE = {name.removeprefix("model."): part for name, part in DENSE_DECODER.items()}
+EAGLE3: Mapping[str, ModulePart] = {
+    **_DENSE,
+    f"{_LAYER}hidden_norm": ModulePart("layers.{}.hidden_norm"),
+    "fc": ModulePart("fc"),
+}
+
+FORMS: dict[str, HeadForm] = {"eagle3": HeadForm("eagle3", EAGLE3, widens=True)}
+
+
+def canonical(name: str) -> str:
+    """The name of a tensor of an EAGLE-3 head, which its authors, SGLang, vLLM and speculators
+    spell in several ways."""
+    name = name.removeprefix("model.")
+    return name.replace("midlayer.", "layers.0.", 1) if name.startswith("midlayer.") else name
