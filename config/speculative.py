@@ -14,8 +14,8 @@ from typing import Any
 from .errors import UserError
 
 _log = logging.getLogger(__name__)
-METHODS = ("ngram", "draft_model", "eagle3")
-HEAD_METHODS = ("eagle3",)
+METHODS = ("ngram", "draft_model", "eagle3", "mtp")
+HEAD_METHODS = ("eagle3", "mtp")
 """Methods whose drafter reads hidden states of the model."""
 MOST_DRAFTS = 64
 """Most drafts of a request in a step."""
@@ -69,9 +69,9 @@ _RANGES = {
 _OF_METHOD = {
     "prompt_lookup_max": ("ngram",),
     "prompt_lookup_min": ("ngram",),
-    "model": ("draft_model", "eagle3"),
+    "model": ("draft_model", "eagle3", "mtp"),
     "quantization": ("draft_model",),
-    "revision": ("draft_model", "eagle3"),
+    "revision": ("draft_model", "eagle3", "mtp"),
 }
 """Fields that not every method reads, and those that do."""
 
@@ -173,8 +173,9 @@ def _method(values: dict[str, Any]) -> str:
         return "draft_model"
     if method in METHODS:
         return str(method)
-    text = str(method)
-    why = NO_METHODS.get("mtp" if text.endswith("_mtp") else text)
+    if isinstance(method, str) and method.endswith("_mtp"):
+        return "mtp"  # vLLM's older names say whose layer it is
+    why = NO_METHODS.get(str(method))
     if why is not None:
         raise UserError(f"speculative_config: method={method!r}: {why}")
     raise _wrong("method", method, f"one of {', '.join(METHODS)}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import UserError
+from .heads.mtp import read_mtp
 from .heads.read import is_head, read_head
 from .hf_config import read_spec
 from .hf_json import read_json
@@ -29,6 +30,7 @@ def _read_model(folder: Path, *others: Any, target: ModelSpec) -> ModelSpec:
 _READERS: dict[str, Callable[..., ModelSpec]] = {
     "draft_model": _read_model,
     "eagle3": read_head,
+    "mtp": read_mtp,
 }
 """Method -> its reader."""
 
@@ -39,7 +41,7 @@ def check_drafter(method: str, folder: Path, draft: ModelSpec, target: ModelSpec
     Raises:
         UserError: says why.
     """
-    what = f"speculative_config: model={folder.name}"
+    what = f"speculative_config: method={method!r}: {folder.name}"
     if draft.vocab_size != target.vocab_size:
         raise UserError(
             f"{what} has a vocabulary of {draft.vocab_size} tokens, and the model one of "
@@ -58,6 +60,6 @@ def check_drafter(method: str, folder: Path, draft: ModelSpec, target: ModelSpec
         )
     if draft.head is not None and target.pipeline_parallel_size > 1:
         raise UserError(
-            f"{what}: method={method!r} reads hidden states of layers that other stages have; "
+            f"{what} reads hidden states of layers that other stages have; "
             "leave pipeline_parallel_size out, or use a draft_model or ngram"
         )

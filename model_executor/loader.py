@@ -254,6 +254,10 @@ def _quantized(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Quantiza
 
 def make_model(spec: ModelSpec) -> DecoderModel | CapturedModel:
     """The modules of a model, or of a stage of it, on the meta device."""
+    if spec.head and spec.captured:
+        from .captured.head import CapturedHead
+
+        return CapturedHead(spec)
     if spec.head:
         from .models.draft_head import DraftHead
 

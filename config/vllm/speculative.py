@@ -10,7 +10,7 @@ _SUFFIX = "there is no suffix tree; method='ngram' looks in the sequence itself"
 _METHOD = "it belongs to a method that is not there; leave it out"
 
 SPECULATIVE = table(
-    same("method", "ngram, draft_model, eagle3"),
+    same("method", "ngram, draft_model, eagle3, mtp"),
     same("model", "folder or ORG/NAME of a draft model of the same vocabulary, or of a head"),
     same("num_speculative_tokens", "the most; a step may have fewer, or none"),
     same("prompt_lookup_max prompt_lookup_min"),
@@ -62,7 +62,6 @@ _INSTEAD = "; use eagle3, a draft_model, or ngram"
 NO_METHODS = {
     **dict.fromkeys(("eagle", "medusa", "mlp_speculator"), _HEADS + _INSTEAD),
     **dict.fromkeys(("dflash", "dspark", "extract_hidden_states"), _HEADS + _INSTEAD),
-    "mtp": "layers of a checkpoint that predict further tokens are not loaded yet" + _INSTEAD,
     "suffix": _SUFFIX,
     "ngram_gpu": "n-grams are looked up on the host, beside the step; use ngram",
     "custom_class": "a drafter is a class with the methods of Drafter (docs/scheduling.md#drafts)"

@@ -33,6 +33,7 @@ _DRAFTERS: dict[str, Callable[[SpeculativeConfig, DraftRun | None], Drafter]] = 
     "ngram": _ngram,
     "draft_model": _model,
     "eagle3": _model,
+    "mtp": _model,
 }
 """Method -> its drafter; ``config.speculative.METHODS`` has the same names."""
 _ON_DEVICE = ("ngram",)

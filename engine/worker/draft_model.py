@@ -28,7 +28,6 @@ from ...graph_capture import Dispatcher, Graphs
 from ...model_executor.draft_checks import check_drafter, drafter_reader
 from ...model_executor.kv_cache import kv_cache_bytes_per_block
 from ...model_executor.loader import Model, load_model
-from ...model_executor.models.draft_head import DraftHead
 from ...model_executor.spec import ModelSpec
 from ..messages.cache_group import CacheGroup
 from ..messages.draft_run import DraftRun
@@ -185,9 +184,10 @@ class DraftModel:
         return load_beside(parts.folder, parts.spec, parts.config, startup, progress, load=load)
 
     def _make_sampler(self) -> Sampler:
-        config, vocab_size, model = self._parts.config, self._parts.spec.vocab_size, self.weights
-        if isinstance(model, DraftHead):
-            return HeadSampler(self._table, config, vocab_size, model.target_ids)
+        config, vocab_size = self._parts.config, self._parts.spec.vocab_size
+        if self._parts.spec.head:
+            head: Any = self.weights
+            return HeadSampler(self._table, config, vocab_size, head.target_ids)
         return Sampler(self._table, config, vocab_size)
 
     def _bind_fed(self) -> Tensor | None:
@@ -249,9 +249,9 @@ class DraftModel:
         """Capture graphs, and make the runner beside the target's ``tables``."""
         spec, config = self._parts.spec, self._parts.config
         self.capture(progress)
-        groups, make, weights = block_groups(spec.cache_groups), ModelRunner, self.weights
-        if isinstance(weights, DraftHead):
-            head = {"head": weights, "kept": self._target.kept, "fed": self._fed}
+        groups, make = block_groups(spec.cache_groups), ModelRunner
+        if spec.head:
+            head: Any = {"head": self.weights, "kept": self._target.kept, "fed": self._fed}
             make = partial(HeadRunner, **head)
         self._runner = make(
             self.graphs,

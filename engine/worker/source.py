@@ -184,7 +184,9 @@ def model_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
     if spec.head:
         with FakeTensorMode():
             model, inputs = fake_model(spec, device), example(spec, config.cache.block_size, device)
-        return Source(model, inputs, outside=partial(outside_calls, spec))
+        from .drafts.head_runner import head_calls
+
+        return Source(model, inputs, outside=partial(head_calls, spec))
     short, layers = distinct_layers(spec)
     with FakeTensorMode():
         model = fake_model(short, device)
@@ -207,6 +209,7 @@ def _captured_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from ...model_executor.captured.model import CapturedModel
+    from ...model_executor.captured.read import why
     from ...model_executor.captured.skeleton import describe
     from .proof import captured_source, prove
 
@@ -215,6 +218,8 @@ def _captured_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
         model: Any = fake_model(spec, device)
         inputs = example(spec, config.cache.block_size, device)
     assert isinstance(model, CapturedModel)
+    if spec.head:
+        return Source(model, inputs, outside=partial(outside_calls, spec), why=why)
     source = captured_source(spec, model, inputs)
     if source.whole:
         _log.info("%s: all layers are traced: %s", spec.architecture, source.whole)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from ... import ops
 from ..attention import AttentionInputs
 from ..experts import ExpertLinear
+from ..heads.spec import BEHIND_NORM
 from ..layers import Linear
+from ..models.decoder import keep_hidden
 from ..quant.quantize import dummy_input_scale, quantize_into
 from ..spec import ModelSpec
 from .facts import CapturedFacts
@@ -88,7 +90,14 @@ class CapturedModel(nn.Module):
         positions = positions.clamp(0, spec.max_position_embeddings - 1)
         short = self.one_of_each_kind
         with self.spread.in_place(self.first_id), short.running(attend) if short else nullcontext():
-            return run(self.library, inputs, positions, attend, attention.query_start_loc)
+            return run(
+                self.library,
+                inputs,
+                positions,
+                attend,
+                attention.query_start_loc,
+                lambda hidden: keep_hidden(hidden, spec, BEHIND_NORM, attention),
+            )
 
 
 def run(
@@ -97,6 +106,7 @@ def run(
     positions: Tensor,
     attend: Attend,
     query_start_loc: Tensor | None = None,
+    keep: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """Call a model of the library on tokens of several sequences.
 
@@ -104,6 +114,7 @@ def run(
         ids, positions: [num_tokens].
         attend: computes attention.
         query_start_loc: [num_seqs + 1] int32; None keeps all tokens.
+        keep: called with what the head of the vocabulary reads of them, [num_tokens, hidden_size].
 
     Returns:
         Logits of each sequence's last token, [num_seqs, vocab_size].
@@ -113,7 +124,10 @@ def run(
     def last(module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
         # Ahead of the head: it is the largest matrix, and most tokens of a prefill need no logits.
         assert query_start_loc is not None
-        return (ops.gather_last_token(whole(args[0])[0], query_start_loc)[None],)
+        hidden = whole(args[0])[0]
+        if keep is not None:
+            keep(hidden)
+        return (ops.gather_last_token(hidden, query_start_loc)[None],)
 
     hook = None if query_start_loc is None else head.register_forward_pre_hook(last)
     try:

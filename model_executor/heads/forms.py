@@ -3,7 +3,7 @@ the hidden state that it follows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..models.weight_names import DENSE_DECODER
@@ -39,7 +39,34 @@ EAGLE3: Mapping[str, ModulePart] = {
     "fc": ModulePart("fc"),
 }
 
-FORMS: dict[str, HeadForm] = {"eagle3": HeadForm("eagle3", EAGLE3, widens=True)}
+FORMS: dict[str, HeadForm] = {
+    "eagle3": HeadForm("eagle3", EAGLE3, widens=True),
+    "nextn": HeadForm("mtp", {}),
+}
+"""``nextn``: the layer that DeepSeek-V3 and GLM-4.5 have behind their last one.  It is captured
+from the library, which knows its tensors."""
+NEXTN_JOIN = {
+    "enorm.weight": "embedding_norm.weight",
+    "hnorm.weight": "hidden_norm.weight",
+    "eh_proj.weight": "linear.weight",
+}
+"""Names of what joins embedding and hidden state, in such a checkpoint and in ``Join``."""
+
+
+def nextn_names(names: Iterable[str], layer: int) -> dict[str, str]:
+    """Name in a model of one layer -> name in the checkpoint, of layer number ``layer`` there and
+    of the embedding and the head that it has or shares."""
+    prefix, there = f"model.layers.{layer}.", set(names)
+    own = {name.removeprefix(prefix): name for name in there if name.startswith(prefix)}
+    taken = {
+        "model.embed_tokens.weight": (f"{prefix}embed_tokens.weight", "model.embed_tokens.weight"),
+        "model.norm.weight": (f"{prefix}shared_head.norm.weight",),
+        "lm_head.weight": (f"{prefix}shared_head.head.weight", "lm_head.weight"),
+    }
+    found = {name: next((n for n in known if n in there), "") for name, known in taken.items()}
+    apart = ("embed_tokens.", "shared_head.", *NEXTN_JOIN)
+    layers = {f"model.layers.0.{n}": o for n, o in own.items() if not n.startswith(apart)}
+    return {name: theirs for name, theirs in (found | layers).items() if theirs}
 
 
 def canonical(name: str) -> str:

@@ -16,7 +16,7 @@ from ..models.decoder import DecoderModel
 from ..models.draft_head import DraftHead
 from ..parallel import TensorParallelRank
 from ..spec import ModelSpec
-from .forms import canonical
+from .forms import NEXTN_JOIN, canonical, nextn_names
 
 TO_TARGET, FROM_TARGET = "d2t", "t2d"
 """Maps of a head that drafts some of the target's tokens: of each of its tokens, what the target's
@@ -39,7 +39,7 @@ def load_head(
     seed: int = 0,
     progress: ProgressBar = no_progress,
     **others: Any,
-) -> DraftHead:
+) -> Model:
     """``load_model`` for the head of ``spec``.
 
     Args:
@@ -49,6 +49,9 @@ def load_head(
     Raises:
         UserError: as of ``load_model``, or the maps of the vocabulary do not fit.
     """
+    if spec.captured:
+        dummy = load_format == "dummy"
+        return _load_captured(spec, Path(folder), device, progress, seed if dummy else None)
     head = DraftHead(spec)
     if load_format == "dummy":
         materialize(head, spec.dtype, device)
@@ -82,6 +85,47 @@ def load_head(
     if head.target_ids is not None:
         head.target_ids.copy_(_target_ids(spec, maps, Path(folder)))
     return head.eval()
+
+
+def _load_captured(
+    spec: ModelSpec,
+    folder: Path,
+    device: torch.device | str,
+    progress: ProgressBar,
+    seed: int | None,
+) -> Model:
+    """A layer that predicts further tokens, of a captured model; random weights with a ``seed``."""
+    from ..captured.head import CapturedHead
+    from ..captured.model import fill_captured
+    from ..captured.moves import copy_moves
+    from ..captured.text_decoder import stored_model
+
+    head = CapturedHead(spec)
+    materialize(head, None, device)
+    if seed is not None:
+        fill_captured(head, seed)
+        for parameter in head.join.parameters():
+            parameter.detach().normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
+        return head
+    assert spec.captured is not None and spec.head is not None
+    there, layer = read_headers(folder), spec.head.layer
+    stored = {ours: there[theirs] for ours, theirs in nextn_names(there, layer).items()}
+    moves = stored_model(spec.captured, spec.dtype).moves(stored)
+    joins = {ours: f"model.layers.{layer}.{theirs}" for theirs, ours in NEXTN_JOIN.items()}
+    missing = [name for name in joins.values() if name not in there]
+    if missing:
+        raise UserError(f"{folder}: the checkpoint lacks {', '.join(missing)}; download it again")
+    with progress("Loading weights", sum(move.nbytes for move in moves)) as advance:
+        copy_moves(moves, head.library_tensors(), advance)
+    for ours, theirs in joins.items():
+        parameter, tensor = head.join.get_parameter(ours), _read(there[theirs])
+        if tensor.shape != parameter.shape:
+            raise UserError(
+                f"tensor {theirs} in {there[theirs].file} has shape {list(tensor.shape)}, expected "
+                f"{list(parameter.shape)}; config.json and weights must be of one model"
+            )
+        parameter.detach().copy_(tensor)
+    return head
 
 
 def _shared(name: str, head: DraftHead, target: Model) -> nn.Parameter | None:

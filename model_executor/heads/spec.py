@@ -19,6 +19,7 @@ class HeadSpec:
         draft_vocab_size: tokens that it may draft.
         maps_vocabulary: a map says which of the target's tokens these are; else they are all.
         norm_before_residual: the residual stream begins behind the norm of the hidden state.
+        layer: its number in the target's checkpoint, of a layer that lies there.
     """
 
     form: str
@@ -27,3 +28,4 @@ class HeadSpec:
     draft_vocab_size: int
     maps_vocabulary: bool = False
     norm_before_residual: bool = False
+    layer: int = 0

@@ -47,16 +47,21 @@ class WidenedLayer(DecoderLayer):
 class Join(nn.Module):
     """Makes one hidden state of an embedding and a hidden state."""
 
-    def __init__(self, spec: ModelSpec, *, hidden_first: bool) -> None:
+    def __init__(self, size: int, eps: float, *, hidden_first: bool) -> None:
         super().__init__()
         self.hidden_first = hidden_first
-        self.embedding_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.linear = replicated_linear(2 * spec.hidden_size, spec.hidden_size)
+        self.embedding_norm, self.hidden_norm = RMSNorm(size, eps), RMSNorm(size, eps)
+        self.linear = replicated_linear(2 * size, size)
 
     def forward(self, embedded_TD: Tensor, hidden_TD: Tensor) -> Tensor:
         both = self.embedding_norm(embedded_TD), self.hidden_norm(hidden_TD)
         return self.linear(torch.cat(both[::-1] if self.hidden_first else both, dim=-1))  # type: ignore[no-any-return]
+
+
+def feed(hidden_SD: Tensor, beside: HeadInputs) -> None:
+    """Store a head's own hidden state of each sequence, which its next draft follows."""
+    halves = hidden_SD.view(-1, 2, *beside.fed.shape[3:])
+    ops.kv_store(halves[:, 0], halves[:, 1], beside.fed, beside.slots[:-1])
 
 
 class DraftHead(DecoderModel):
@@ -76,7 +81,7 @@ class DraftHead(DecoderModel):
             self.fc = replicated_linear(len(head.kept) * head.target_hidden_size, size)
             self.layers[0] = WidenedLayer(spec, 0)
         else:
-            self.join = Join(spec, hidden_first=self.form.hidden_first)
+            self.join = Join(size, spec.rms_norm_eps, hidden_first=self.form.hidden_first)
         self.lm_head = LMHead(head.draft_vocab_size, size)
         ids = torch.zeros(head.draft_vocab_size, dtype=torch.int64)
         self.register_buffer("target_ids", ids if head.maps_vocabulary else None)
@@ -110,6 +115,5 @@ class DraftHead(DecoderModel):
         fed_SD = last_SD
         if not self.form.feeds_normed:
             fed_SD = ops.gather_last_token(residual_TD, attention.query_start_loc)
-        halves = fed_SD.view(-1, 2, *beside.fed.shape[3:])
-        ops.kv_store(halves[:, 0], halves[:, 1], beside.fed, beside.slots[:-1])
+        feed(fed_SD, beside)
         return self.lm_head(last_SD)  # type: ignore[no-any-return]
