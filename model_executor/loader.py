@@ -255,7 +255,7 @@ def _quantized(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Quantiza
 def make_model(spec: ModelSpec) -> DecoderModel | CapturedModel:
     """The modules of a model, or of a stage of it, on the meta device."""
     if spec.head and spec.captured:
-        from .captured.head import CapturedHead
+        from .heads.captured import CapturedHead
 
         return CapturedHead(spec)
     if spec.head:

@@ -30,6 +30,7 @@ from ...config import (
     key_factors,
 )
 from ...config.expert_tables import Experts
+from ...model_executor.heads.forms import FORMS
 from ...model_executor.hf_config import model_folder
 from ...model_executor.loader import fake_model
 from ...model_executor.models.decoder import distinct_layers
@@ -184,8 +185,6 @@ def model_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
     if spec.head:
         with FakeTensorMode():
             model, inputs = fake_model(spec, device), example(spec, config.cache.block_size, device)
-        from .drafts.head_runner import head_calls
-
         return Source(model, inputs, outside=partial(head_calls, spec))
     short, layers = distinct_layers(spec)
     with FakeTensorMode():
@@ -203,6 +202,20 @@ def model_source(spec: ModelSpec, config: ResolvedConfig) -> Source:
         outside=partial(outside_calls, spec),
         experts=experts_of(spec),
     )
+
+
+def head_calls(
+    spec: ModelSpec, num_tokens: int, num_seqs: int
+) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """``outside_calls`` of a head."""
+    yield from outside_calls(spec, num_tokens, num_seqs)
+    if spec.head and FORMS[spec.head.form].widens:
+        columns = len(spec.head.kept) * spec.head.target_hidden_size
+        x, weight = (
+            torch.empty((rows, columns), dtype=spec.dtype, device="meta")
+            for rows in (num_tokens, spec.hidden_size)
+        )
+        yield "linear", (x, weight)
 
 
 def _captured_source(spec: ModelSpec, config: ResolvedConfig) -> Source:

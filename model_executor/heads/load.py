@@ -95,10 +95,10 @@ def _load_captured(
     seed: int | None,
 ) -> Model:
     """A layer that predicts further tokens, of a captured model; random weights with a ``seed``."""
-    from ..captured.head import CapturedHead
     from ..captured.model import fill_captured
     from ..captured.moves import copy_moves
     from ..captured.text_decoder import stored_model
+    from .captured import CapturedHead
 
     head = CapturedHead(spec)
     materialize(head, None, device)

@@ -7,7 +7,7 @@ is at the position of the token before it, whose hidden state it reads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -17,28 +17,12 @@ from torch import Tensor
 
 from ....config import FED_SLOTS, HIDDEN, NO_SLOT, ResolvedConfig
 from ....graph_capture import Dispatch
-from ....model_executor.heads.forms import FORMS
-from ....model_executor.spec import ModelSpec
 from ...messages.step import Batch, NewSequence
 from ..model_runner import ModelRunner
-from ..sampler import OpTable, Sampled, Sampler, outside_calls
+from ..sampler import OpTable, Sampled, Sampler
 
 Caches = Callable[[], Sequence[Tensor]]
 """The target's caches of hidden states; asked for each step, since a sleep binds others."""
-
-
-def head_calls(
-    spec: ModelSpec, num_tokens: int, num_seqs: int
-) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """``outside_calls`` of a head."""
-    yield from outside_calls(spec, num_tokens, num_seqs)
-    if spec.head and FORMS[spec.head.form].widens:
-        columns = len(spec.head.kept) * spec.head.target_hidden_size
-        x, weight = (
-            torch.empty((rows, columns), dtype=spec.dtype, device="meta")
-            for rows in (num_tokens, spec.hidden_size)
-        )
-        yield "linear", (x, weight)
 
 
 class HeadSampler(Sampler):

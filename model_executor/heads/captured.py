@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from ... import ops
 from ..attention import AttentionInputs, HeadInputs
-from ..heads.forms import FORMS
+from ..captured.interfaces import PagedAttention
+from ..captured.model import CapturedModel, run
 from ..models.draft_head import Join, feed
 from ..spec import ModelSpec
-from .interfaces import PagedAttention
-from .model import CapturedModel, run
+from .forms import FORMS
 
 
 class CapturedHead(CapturedModel):
