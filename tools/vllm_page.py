@@ -75,7 +75,7 @@ Flags may have underscores, `-tp`, `-pp`, `-dp`, `-ep` and `-q` are understood, 
 | vLLM has | here | instead |
 |---|---|---|
 | LoRA adapters | no | merge the adapter into the weights |
-| MTP, EAGLE | no | `speculative_config={"method": "draft_model", …}` or `"ngram"`: [drafts](scheduling.md#drafts) of a smaller model, or from the sequence itself |
+| EAGLE 1 and 2, Medusa, MTP of Qwen3.5 | no | `speculative_config={"method": "eagle3", …}`, `"mtp"`, `"draft_model"` or `"ngram"`: [drafts](scheduling.md#drafts) |
 | images, audio, video | no; a multimodal model is served as its text decoder | |
 | embeddings, scores, rewards, classification | no | another server |
 | GPTQ, AWQ, bitsandbytes, MXFP4, NVFP4, int8 | no | `--quantization fp8` of the 16-bit checkpoint, or a checkpoint in FP8; a script can [admit a format](quantization.md#a-format-of-your-own) |

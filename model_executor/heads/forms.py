@@ -52,6 +52,10 @@ NEXTN_JOIN = {
 }
 """Names of what joins embedding and hidden state, in such a checkpoint and in ``Join``."""
 
+TO_TARGET, FROM_TARGET = "d2t", "t2d"
+"""Maps of a head that drafts some of the target's tokens: of each of its tokens, what the target's
+id is more; of each of the target's, whether it is one of them."""
+
 
 def nextn_names(names: Iterable[str], layer: int) -> dict[str, str]:
     """Name in a model of one layer -> name in the checkpoint, of layer number ``layer`` there and

@@ -16,11 +16,9 @@ from ..models.decoder import DecoderModel
 from ..models.draft_head import DraftHead
 from ..parallel import TensorParallelRank
 from ..spec import ModelSpec
-from .forms import NEXTN_JOIN, canonical, nextn_names
+from .forms import FROM_TARGET, NEXTN_JOIN, TO_TARGET, canonical, nextn_names
+from .read import missing_map
 
-TO_TARGET, FROM_TARGET = "d2t", "t2d"
-"""Maps of a head that drafts some of the target's tokens: of each of its tokens, what the target's
-id is more; of each of the target's, whether it is one of them."""
 _OF_TARGET = {
     "embed_tokens.weight": ("model.embed_tokens.weight",),
     "lm_head.weight": ("lm_head.weight", "model.embed_tokens.weight"),
@@ -175,14 +173,6 @@ def _target_ids(spec: ModelSpec, maps: dict[str, TensorInfo], folder: Path) -> T
                 "head is damaged"
             )
     return ids
-
-
-def missing_map(folder: Path, draft_vocab_size: int, vocab_size: int) -> UserError:
-    """The error of a head that lacks the map of its vocabulary."""
-    return UserError(
-        f"{folder}: the head drafts {draft_vocab_size} of {vocab_size} tokens and has no tensor "
-        f"{TO_TARGET}, which says which; download it again"
-    )
 
 
 def _read(info: TensorInfo) -> Tensor:

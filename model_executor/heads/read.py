@@ -13,9 +13,11 @@ from typing import Any
 
 from ...config.errors import UserError
 from ..captured.described import Lookup, nowhere
+from ..checkpoint import checkpoint_files, read_raw_header
 from ..hf_json import HfConfig, read_json
 from ..models.families import llama
 from ..spec import ModelSpec
+from .forms import TO_TARGET, canonical
 from .spec import HeadSpec
 
 EAGLE3_NAMES = (
@@ -87,7 +89,25 @@ def read_head(
     )
     spec = replace(spec, head=head, tie_word_embeddings=False, notes=())
     _check(path, config, spec, head, target)
+    if head.maps_vocabulary and TO_TARGET not in (names := _tensors(path.parent)) and names:
+        raise missing_map(path.parent, head.draft_vocab_size, spec.vocab_size)
     return spec
+
+
+def missing_map(folder: Path, draft_vocab_size: int, vocab_size: int) -> UserError:
+    """The error of a head that lacks the map of its vocabulary."""
+    return UserError(
+        f"{folder}: the head drafts {draft_vocab_size} of {vocab_size} tokens and has no tensor "
+        f"{TO_TARGET}, which says which; download it again"
+    )
+
+
+def _tensors(folder: Path) -> set[str]:
+    """The names of a checkpoint's tensors; none where there is no readable one."""
+    try:
+        return {canonical(n) for file in checkpoint_files(folder) for n in read_raw_header(file)}
+    except UserError:
+        return set()
 
 
 def _places(config: HfConfig, target: ModelSpec) -> tuple[int, ...]:
