@@ -110,12 +110,14 @@ class Recorder:
 @dataclass
 class PagedAttention:
     """Attention over the paged KV caches of one step: one for each call, in the order of the calls.
-    ``groups`` has the number of each one's cache group."""
+    ``groups`` has the number of each one's cache group; ``after`` is called with the number of each
+    call that has been computed."""
 
     inputs: AttentionInputs
     kv_caches: list[Tensor]
     groups: Sequence[int]
     calls: int = 0
+    after: Callable[[int], None] = lambda number: None
 
     def __call__(self, call: AttentionCall) -> Tensor:
         kv_cache, cache = self.kv_caches[self.calls], self.inputs.groups[self.groups[self.calls]]
@@ -137,6 +139,7 @@ class PagedAttention:
             call.sinks,
             call.facts.chunk,
         )
+        self.after(self.calls - 1)
         return out
 
 

@@ -20,6 +20,7 @@ from ..quant.quantize import dummy_input_scale, quantize_into
 from ..spec import ModelSpec
 from .facts import CapturedFacts
 from .interfaces import Attend, PagedAttention, Positions, attending, no_cache
+from .layers.kept import keeping
 from .layers.once import Mark, OneOfEachKind
 from .library import build
 from .linears import replace_linears, tensors_of
@@ -89,7 +90,9 @@ class CapturedModel(nn.Module):
         # Bounds that show in the graph: what is computed of positions alone becomes a table.
         positions = positions.clamp(0, spec.max_position_embeddings - 1)
         short = self.one_of_each_kind
-        with self.spread.in_place(self.first_id), short.running(attend) if short else nullcontext():
+        once = short.running(attend) if short else nullcontext()
+        kept = keeping(spec, self.library, attend, attention)
+        with self.spread.in_place(self.first_id), once, kept:
             return run(
                 self.library,
                 inputs,

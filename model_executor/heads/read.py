@@ -72,6 +72,11 @@ def read_head(
             raise config.error("transformer_layer_config", nested, "an object")
         own = {"num_hidden_layers": 1} | nested
         layer = HfConfig(path, own, prefix="transformer_layer_config.")
+    if target.captured is not None and not target.captured.layers:
+        raise UserError(
+            f"{path}: the model ({target.architecture}) has no list of layers that attend once "
+            "each, whose hidden states a head could read; use a draft_model, or ngram"
+        )
     spec = llama(layer, name)
     size = spec.hidden_size
     if config.has("target_hidden_size"):

@@ -96,7 +96,8 @@ def _replaced(values: Any, first: Any) -> Any:
 def layer_kinds(spec: ModelSpec, library: nn.Module) -> tuple[int, ...]:
     """For each layer of a captured model, the first that differs from it in the values of weights
     and in the cache group alone: it computes the same, over a cache of the same layout, and has
-    weights of the same formats, of which a rank has the same parts.
+    weights of the same formats, of which a rank has the same parts.  A layer whose input is kept
+    for a draft head is like no other.
 
     ``library`` is the library's model with our linear layers.
     """
@@ -114,4 +115,6 @@ def layer_kinds(spec: ModelSpec, library: nn.Module) -> tuple[int, ...]:
     ):
         if match := own.fullmatch(name):
             found[int(match[1])].add((match[2], *what))
+    for number in set(spec.kept) & set(range(spec.num_layers)):
+        found[number].add(("kept", number))
     return tuple(map(found.index, found))
