@@ -54,6 +54,9 @@ def paged_attention(
     and chunks as in Llama 4.  Query i of sequence s stands at position seq_lens[s] - query_len[s] +
     i.  A NaN in a query, or in a key or value that it sees, is in its result.
 
+    Neighbours of one query each whose lengths grow by one, and who share the block of the former's
+    position, are one sequence, as drafts are: the last table may be read for all of them, and NaN
+    in a later value may be in an earlier result.
     On a GPU the kernel launched right before may still be writing q and the slots of this step's
     queries, but nothing else of what this op reads: csrc reads that before it waits.
 

@@ -90,6 +90,22 @@ def batch(
     )
 
 
+def as_rows(args: tuple[Any, ...], longest: int = 64) -> tuple[Any, ...]:
+    """The same call, in which each of up to ``longest`` queries of a sequence is a sequence of its
+    own: as a step gets the drafts that it verifies."""
+    _, _, table, seq_lens, starts, *_ = args
+    query_lens = starts.diff()
+    counts = torch.where(query_lens <= longest, query_lens, 1)
+    ends = counts.cumsum(0)
+    number = torch.arange(int(ends[-1]), device=ends.device)
+    index = torch.repeat_interleave(counts)
+    behind = ends[index] - 1 - number  # rows of the same sequence behind each
+    lens = torch.where(query_lens <= longest, 1, query_lens)[index]
+    new_starts = torch.cat((lens.new_zeros(1), lens.cumsum(0))).int()
+    new_lens = (seq_lens[index] - behind).int()
+    return *args[:2], table[index].contiguous(), new_lens, new_starts, *args[5:]
+
+
 def cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Iterator[Case]:
     mixed = [(1, 40), (23, 23), (1, 1), (5, 150), (1, 0), (2, 64)]
     decode = [(1, 33), (1, 300), (1, 0), (1, 17)]
@@ -134,3 +150,14 @@ def cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Ite
     ]
     for label, lengths, heads, block_size, options in shapes:
         yield Case(label, batch(dtype, device, gen, lengths, heads, block_size, **options))
+    drafts = [(5, 300), (1, 17), (2, 64), (9, 40), (1, 0), (70, 90)]
+    some: list[tuple[str, Any, dict[str, Any]]] = [
+        ("rows of drafts", (8, 2, 128), {}),
+        ("rows of drafts, window, cap", (8, 2, 64), both),
+        ("rows of drafts, fp8 kv, scales, fp8 out", (8, 2, 128), {"fp8": "scaled kv, out"}),
+        ("rows of drafts, chunks, sinks", (8, 2, 64), {"chunk": 38, "sinks": torch.float32}),
+    ]
+    for label, heads, options in some:
+        yield Case(
+            label, as_rows(batch(dtype, device, gen, drafts, heads, 16, padding=2, **options), 9)
+        )

@@ -5,6 +5,9 @@ work by counting.  So grids depend on shapes alone (CUDA graphs) and padding cos
 prefill computes the same whatever its batch; a decode longer than two ``MIN_SPLIT`` is split as its
 batch leaves room for.
 
+Queries of one sequence may come as neighbouring sequences of one query each, as when a step
+verifies drafts.  A few of them are one piece of work, which reads K and V once (``_runs``).
+
 Shape legend: rows are (query, head of the group) pairs that share one KV head.
 """
 
@@ -60,11 +63,58 @@ def _first_seen(position, window, chunk):
 
 
 @triton.jit
-def _num_seen(seq_len, window, chunk, HAS_WINDOW: tl.constexpr):
-    """How many positions the last query of a sequence sees."""
+def _num_seen(seq_len, num_rows, window, chunk, HAS_WINDOW: tl.constexpr):
+    """How many positions the last ``num_rows`` queries of a sequence see together."""
     if HAS_WINDOW:
-        return seq_len - _first_seen(seq_len - 1, window, chunk)
+        return seq_len - _first_seen(seq_len - num_rows, window, chunk)
     return seq_len
+
+
+@triton.jit
+def _follows(index, num_seqs, query_start_ptr, seq_lens_ptr, table, BLOCK_SIZE: tl.constexpr):
+    """Whether the one query of each sequence ``index`` follows the one query of the sequence before
+    it in the same sequence: their lengths differ by one, and they share the block of the former's
+    position, which no other sequence stores into."""
+    inside = (index > 0) & (index < num_seqs)
+    first = tl.load(query_start_ptr + index - 1, mask=inside, other=0)
+    start = tl.load(query_start_ptr + index, mask=inside, other=0)
+    stop = tl.load(query_start_ptr + index + 1, mask=inside, other=0)
+    before = tl.load(seq_lens_ptr + index - 1, mask=inside, other=0)
+    own = tl.load(seq_lens_ptr + index, mask=inside, other=0)
+    near = (start - first == 1) & (stop - start == 1) & (before > 0) & (own == before + 1)
+    block_ptr = table.ptr + index.to(tl.int64) * table.stride + (before - 1) // BLOCK_SIZE
+    block = tl.load(block_ptr, mask=near, other=0)
+    return near & (block == tl.load(block_ptr - table.stride, mask=near, other=1))
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _latest(values):
+    """The largest of each value and those before it."""
+    if _INTERPRETED:  # it would call ``_larger`` for every element
+        number = tl.arange(0, values.shape[0])
+        return tl.max(tl.where(number[None, :] <= number[:, None], values[None, :], 0), axis=1)
+    return tl.associative_scan(values, 0, _larger)
+
+
+@triton.jit
+def _runs(
+    index, num_seqs, query_start_ptr, seq_lens_ptr, table, BLOCK_SIZE: tl.constexpr,
+    MOST_ROWS: tl.constexpr
+):  # fmt: skip
+    """(whether a sequence is a piece of work, how many rows that has): the last of every up to
+    MOST_ROWS sequences that follow each other, divided from the first on."""
+    if MOST_ROWS == 1:
+        return index >= 0, tl.full(index.shape, 1, dtype=tl.int32)
+    follows = _follows(index, num_seqs, query_start_ptr, seq_lens_ptr, table, BLOCK_SIZE)
+    first = _latest(tl.where(follows, 0, index))
+    before = (index - first) % MOST_ROWS
+    followed = _follows(index + 1, num_seqs, query_start_ptr, seq_lens_ptr, table, BLOCK_SIZE)
+    return (before == MOST_ROWS - 1) | (followed == 0), before + 1
 
 
 @triton.jit
@@ -240,6 +290,37 @@ def _split_span(read, share, max_splits, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.co
 
 
 @triton.jit
+def _finish_split(
+    acc, lse, row_live, pair, rows, out_ptr, out_scale_ptr, partial_ptr, lse_ptr, counter_ptr,
+    split, num_splits, max_splits, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, MERGE_BLOCK: tl.constexpr
+):  # fmt: skip
+    """Leave the partial results of a split; if it is the last one to come, merge all.  ``pair`` and
+    ``out_ptr`` are the first row's.  Each row leaves its part where the sequence that it came as
+    has room."""
+    BLOCK_D: tl.constexpr = acc.shape[1]
+    cols = tl.arange(0, BLOCK_D)
+    query = tl.arange(0, acc.shape[0]) // GROUP
+    member = tl.arange(0, acc.shape[0]) % GROUP
+    part_row = (pair + query * KV_HEADS) * max_splits * GROUP + split * GROUP + member
+    mask = row_live[:, None] & (cols < HEAD_DIM)[None, :]
+    tl.store(partial_ptr + part_row[:, None] * HEAD_DIM + cols[None, :], acc, mask=mask)
+    tl.store(lse_ptr + part_row, lse, mask=row_live)
+    # All threads' stores come before the one thread that releases them.
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counter_ptr + pair, 1, sem="acq_rel")
+    if arrived == num_splits - 1:
+        for row in range(rows):
+            first_row = (pair + row * KV_HEADS) * max_splits * GROUP
+            _combine(
+                out_ptr + row * (KV_HEADS * GROUP * HEAD_DIM), partial_ptr + first_row * HEAD_DIM,
+                lse_ptr + first_row, out_scale_ptr, num_splits, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D,
+                MERGE_BLOCK
+            )  # fmt: skip
+        tl.store(counter_ptr + pair, 0)
+
+
+@triton.jit
 def _decode_kernel(
     q: Rows, table: Rows, kv_ptr, seq_lens_ptr, query_start_ptr, out_ptr, kv_scale_ptr,
     out_scale_ptr, sinks_ptr, scratch_ptr, counter_ptr, max_splits, partial_rows, num_seqs, scale,
@@ -250,23 +331,28 @@ def _decode_kernel(
     PROGRAMMATIC: tl.constexpr
 ):  # fmt: skip
     """Sequences with exactly one query: persistent programs over (sequence, split, KV head).  The
-    one that finishes a split sequence last merges its splits."""
+    one that finishes a split sequence last merges its splits.  The last of several queries of one
+    sequence stands for all."""
     start_next_and_wait(PROGRAMMATIC)
+    MOST_ROWS: tl.constexpr = BLOCK_M // GROUP if SEQS > 1 else 1
     index = tl.arange(0, SEQS)
     live = index < num_seqs
     query_start = tl.load(query_start_ptr + index, mask=live, other=0)
     query_stop = tl.load(query_start_ptr + 1 + index, mask=live, other=0)
-    reads = tl.load(seq_lens_ptr + index, mask=live, other=0)
-    reads = _num_seen(reads, window, chunk, HAS_WINDOW)
-    reads = tl.where(query_stop - query_start == 1, reads, 0)
+    contexts = tl.load(seq_lens_ptr + index, mask=live, other=0)
+    ends, num_rows = _runs(
+        index, num_seqs, query_start_ptr, seq_lens_ptr, table, BLOCK_SIZE, MOST_ROWS
+    )
+    reads = _num_seen(contexts, num_rows, window, chunk, HAS_WINDOW)
+    reads = tl.where(ends & (query_stop - query_start == 1), reads, 0)
     share = _share(reads, KV_HEADS, MIN_SPLIT)
     units = tl.cdiv(reads, _split_span(reads, share, max_splits, MIN_SPLIT, BLOCK_N))
     units_to_here = tl.cumsum(units, axis=0)
     num_items = tl.sum(units, axis=0) * KV_HEADS
 
-    rows = tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_D)
-    row_mask = (rows < GROUP)[:, None] & (cols < HEAD_DIM)[None, :]
+    query = tl.arange(0, BLOCK_M) // GROUP
+    member = tl.arange(0, BLOCK_M) % GROUP
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         # Neighbouring programs take the KV heads of one block: their rows are adjacent in memory.
         head = item % KV_HEADS
@@ -274,51 +360,46 @@ def _decode_kernel(
         before = units_to_here <= unit
         seq = tl.sum(before.to(tl.int32), axis=0)
         split = unit - tl.max(tl.where(before, units_to_here, 0), axis=0)
+        rows = tl.sum(tl.where(index == seq, num_rows, 0), axis=0)
+        first_seq = seq - rows + 1
         seq_len = tl.load(seq_lens_ptr + seq)
-        token = tl.load(query_start_ptr + seq).to(tl.int64)
-        read = _num_seen(seq_len, window, chunk, HAS_WINDOW)
+        token = tl.load(query_start_ptr + first_seq).to(tl.int64)
+        read = _num_seen(seq_len, rows, window, chunk, HAS_WINDOW)
         span = _split_span(read, share, max_splits, MIN_SPLIT, BLOCK_N)
         num_splits = tl.cdiv(read, span)
         begin = seq_len - read + split * span
         end = tl.minimum(begin + span, seq_len)
 
-        offsets = rows[:, None] * HEAD_DIM + cols[None, :]
-        q_row = q.ptr + token * q.stride + head * (GROUP * HEAD_DIM)
-        query = tl.load(q_row + offsets, mask=row_mask, other=0.0)
+        row_live = query < rows
+        row_mask = row_live[:, None] & (cols < HEAD_DIM)[None, :]
+        query_head = head * GROUP + member
+        query_pos = seq_len - rows + query
+        first_seen = _first_seen(query_pos, window, chunk)
+        q_row = (token + query) * q.stride + query_head * HEAD_DIM
+        q_rows = tl.load(q.ptr + q_row[:, None] + cols, mask=row_mask, other=0.0)
         logit_scale, v_scale = _scales(kv_scale_ptr, head, scale, KV_HEADS)
         # A sequence has its sinks once: in its first split, whose weight in the merge counts them.
-        row_max, row_sum = _softmax_start(
-            sinks_ptr, head * GROUP + rows, (rows < GROUP) & (split == 0)
-        )
+        row_max, row_sum = _softmax_start(sinks_ptr, query_head, row_live & (split == 0))
         acc, row_max, row_sum = _attend(
             tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32), row_max,
-            _by_column(row_sum, BLOCK_N), query, rows, rows,
+            _by_column(row_sum, BLOCK_N), q_rows, query_pos, first_seen,
             kv_ptr, table.ptr + seq.to(tl.int64) * table.stride, head, begin, end, begin,
-            logit_scale, soft_cap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, True, False, HAS_WINDOW,
-            HAS_CAP, PRECISION
+            logit_scale, soft_cap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, True, MOST_ROWS > 1,
+            HAS_WINDOW, HAS_CAP, PRECISION
         )  # fmt: skip
         row_sum = tl.sum(row_sum, axis=1)
-        acc = acc * (v_scale / row_sum)[:, None]
-        out_row = out_ptr + (token * KV_HEADS + head) * (GROUP * HEAD_DIM)
+        # A row of several may see nothing of a split.
+        acc = acc * (v_scale / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
+        out_row = ((token + query) * KV_HEADS * GROUP + query_head) * HEAD_DIM
         if num_splits == 1:
-            _store_rows(out_row + offsets, acc, out_scale_ptr, row_mask)
+            _store_rows(out_ptr + out_row[:, None] + cols, acc, out_scale_ptr, row_mask)
         else:
-            pair = seq * KV_HEADS + head
-            first_row = pair * max_splits * GROUP
-            partial_ptr = scratch_ptr + first_row * HEAD_DIM
-            lse_ptr = scratch_ptr + partial_rows * HEAD_DIM + first_row
-            lse = row_max + tl.log2(row_sum)
-            tl.store(partial_ptr + split * (GROUP * HEAD_DIM) + offsets, acc, mask=row_mask)
-            tl.store(lse_ptr + split * GROUP + rows, lse, mask=rows < GROUP)
-            # All threads' stores come before the one thread that releases them.
-            tl.debug_barrier()
-            arrived = tl.atomic_add(counter_ptr + pair, 1, sem="acq_rel")
-            if arrived == num_splits - 1:
-                _combine(
-                    out_row, partial_ptr, lse_ptr, out_scale_ptr, num_splits, GROUP, HEAD_DIM,
-                    BLOCK_G, BLOCK_D, MERGE_BLOCK
-                )  # fmt: skip
-                tl.store(counter_ptr + pair, 0)
+            _finish_split(
+                acc, row_max + tl.log2(row_sum), row_live, first_seq * KV_HEADS + head, rows,
+                out_ptr + (token * KV_HEADS + head) * (GROUP * HEAD_DIM), out_scale_ptr,
+                scratch_ptr, scratch_ptr + partial_rows * HEAD_DIM, counter_ptr, split, num_splits,
+                max_splits, KV_HEADS, GROUP, HEAD_DIM, BLOCK_G, MERGE_BLOCK
+            )  # fmt: skip
 
 
 @triton.jit
@@ -365,7 +446,7 @@ def _prefill_kernel(
     PROGRAMMATIC: tl.constexpr
 ):  # fmt: skip
     """Sequences with at least FEWEST queries: a program takes BLOCK_M // GROUP queries of one KV
-    head.
+    head.  If FEWEST is 1, these may be sequences that follow each other in one.
 
     The flash-attention forward (Dao, 2023): masks only in the tiles that the diagonal crosses, and
     in those that the begin of a wide window does; of a narrow one in all.
@@ -377,7 +458,9 @@ def _prefill_kernel(
     starts = tl.load(query_start_ptr + index, mask=live, other=0)
     stops = tl.load(query_start_ptr + 1 + index, mask=live, other=0)
     contexts = tl.load(seq_lens_ptr + index, mask=live, other=0)
-    has_tiles = (stops - starts >= FEWEST) & (contexts > 0)
+    MOST: tl.constexpr = BLOCK_Q if FEWEST == 1 and SEQS > 1 else 1
+    ends, num_rows = _runs(index, num_seqs, query_start_ptr, seq_lens_ptr, table, BLOCK_SIZE, MOST)
+    has_tiles = ends & (stops - starts >= FEWEST) & (contexts > 0)
     tiles = tl.where(has_tiles, tl.cdiv(stops - starts, BLOCK_Q), 0)
     tiles_to_here = tl.cumsum(tiles, axis=0)
     # Last tiles first: they see the longest context.
@@ -390,6 +473,8 @@ def _prefill_kernel(
     seq = tl.sum(before.to(tl.int32), axis=0)
     first_query = (unit - tl.max(tl.where(before, tiles_to_here, 0), axis=0)) * BLOCK_Q
     start = tl.load(query_start_ptr + seq)
+    if MOST > 1:
+        start -= tl.sum(tl.where(index == seq, num_rows, 0), axis=0) - 1
     query_len = tl.load(query_start_ptr + 1 + seq) - start
     computed = tl.load(seq_lens_ptr + seq) - query_len
 
@@ -405,10 +490,9 @@ def _prefill_kernel(
     query_pos = computed + query
     end = computed + tl.minimum(first_query + BLOCK_Q, query_len)
     readable_begin = 0
-    first_seen = query_pos
+    first_seen = _first_seen(query_pos, window, chunk)
     if HAS_WINDOW:
         readable_begin = _first_seen(computed + first_query, window, chunk)
-        first_seen = _first_seen(query_pos, window, chunk)
     # A multiple of BLOCK_N: a query's tiles, and so its rounding, do not depend on the chunking.
     begin = readable_begin // BLOCK_N * BLOCK_N
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
