@@ -105,6 +105,9 @@ class Sampler:
         vocab_size: columns of the logits.
     """
 
+    _ahead = 0
+    """Positions between a row's length and the token that it samples."""
+
     def __init__(self, table: OpTable, config: ResolvedConfig, vocab_size: int) -> None:
         self._ops, self.vocab_size = table, vocab_size
         self._device = torch.device(config.hardware.device)
@@ -274,6 +277,8 @@ class Sampler:
         buffers: StepBuffers,
     ) -> Tensor:
         seq_lens = buffers.view("seq_lens", batch.num_seqs)
+        if self._ahead:
+            seq_lens = seq_lens + self._ahead
         if rows.parameters is None:
             rows.parameters = self._upload(batch, rows)
         parameters = rows.parameters

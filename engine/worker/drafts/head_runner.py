@@ -16,10 +16,11 @@ from msgspec import structs
 from torch import Tensor
 
 from ....config import FED_SLOTS, HIDDEN, NO_SLOT, ResolvedConfig
-from ....graph_capture import Dispatch
+from ....graph_capture import Dispatch, StepBuffers
 from ...messages.step import Batch, NewSequence
 from ..model_runner import ModelRunner
-from ..sampler import OpTable, Sampled, Sampler
+from ..sampler import Sampled, Sampler
+from ..sampling.op_table import OpTable
 
 Caches = Callable[[], Sequence[Tensor]]
 """The target's caches of hidden states; asked for each step, since a sleep binds others."""
@@ -28,6 +29,8 @@ Caches = Callable[[], Sequence[Tensor]]
 class HeadSampler(Sampler):
     """Samples the target's tokens from logits of those that the head knows, by the noise with which
     the target will: the token is at the second position behind a row's."""
+
+    _ahead = 1
 
     def __init__(
         self, table: OpTable, config: ResolvedConfig, vocab_size: int, ids: Tensor | None
@@ -39,13 +42,13 @@ class HeadSampler(Sampler):
     def admit(self, sequence: NewSequence) -> None:
         super().admit(structs.replace(sequence, num_prompt_tokens=sequence.num_prompt_tokens - 1))
 
-    def sample(self, logits: Tensor, batch: Batch, slots: Tensor, seq_lens: Tensor) -> Sampled:
+    def sample(self, logits: Tensor, batch: Batch, buffers: StepBuffers) -> Sampled:
         if self._ids is not None:
             if self._spread is None:
                 # Other columns are never written.
                 self._spread = logits.new_full((self._most, self.vocab_size), -torch.inf)
             logits = self._spread[: len(logits)].index_copy_(1, self._ids, logits)
-        return super().sample(logits, batch, slots, seq_lens + 1)
+        return super().sample(logits, batch, buffers)
 
 
 class HeadRunner(ModelRunner):
