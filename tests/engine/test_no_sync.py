@@ -31,7 +31,7 @@ KINDS = {
 ALL = list(KINDS)
 
 
-def steady(llm: LLM, kinds: list[str], *, watched: bool) -> dict[str, Any]:
+def steady(llm: LLM, kinds: list[str], *, watched: bool, num_steps: int = STEPS) -> dict[str, Any]:
     """Tokens of a request of each kind; the middle steps with every synchronization an error."""
     engine, last = llm.engine, dict[str, RequestOutput]()
 
@@ -45,7 +45,7 @@ def steady(llm: LLM, kinds: list[str], *, watched: bool) -> dict[str, Any]:
         step()
     torch.cuda.set_sync_debug_mode("error" if watched else "default")
     try:
-        for _ in range(STEPS):
+        for _ in range(num_steps):
             step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -65,6 +65,17 @@ def llm() -> LLM:
 def test_steady_steps_never_synchronize(llm: LLM, kinds: list[str]) -> None:
     given = steady(llm, kinds, watched=True)
     assert given == steady(llm, kinds, watched=False)
+
+
+def test_steps_with_drafts_of_the_device_never_synchronize() -> None:
+    """Of each request two tokens a step at most, so none ends meanwhile."""
+    config = {"method": "ngram", "num_speculative_tokens": 1, "adaptive": False}
+    config |= {"prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    llm = LLM("abacus", max_num_seqs=32, max_model_len=160, speculative_config=config)
+    given = steady(llm, ALL, watched=True, num_steps=40)
+    assert given == steady(llm, ALL, watched=False, num_steps=40)
+    report = llm.report()["drafts"]
+    assert report["drafted"] > 100 and not report["error"]
 
 
 def test_the_driver_sees_no_synchronization_either(llm: LLM) -> None:

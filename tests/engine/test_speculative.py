@@ -226,6 +226,17 @@ def test_compiled_programs_and_graphs_serve_drafts(few: list[RequestOutput]) -> 
     check(llm, generate(llm, FEW), few)
     kinds = {kind for step, kind in engine.dispatcher.counters if step == "decode"}
     assert kinds == {GraphKind.FULL}
+    core: Any = engine.core
+    launch, in_flight = core.runner.launch, list[int]()
+
+    def listen(batch: Batch) -> Any:
+        in_flight.append(len(core._in_flight))
+        return launch(batch)
+
+    core.runner.launch = listen
+    generate(llm, ["on and on"])
+    middle = in_flight[1 : len(in_flight) // 2]
+    assert len(middle) > 3 and all(middle), "a step waits for none before it"
 
 
 @pytest.mark.product
