@@ -129,13 +129,13 @@ class StepResult(Struct, frozen=True):
             negative id says why there is none: see ``ops.argmax``, and ``config.REJECTED`` for a
             row behind a wrong draft.
         logprobs: those of the same tokens and of ``Batch.targets``, if a request wants them.
-        found: [num_seqs] whether the device has drafts behind the row's request, of the first of
-            its rows that sample; None where it looks for none.
+        has_drafts: [num_seqs] whether the device has drafts behind the row's request, of the first
+            of its rows that sample; None where it looks for none.
     """
 
     token_ids: Ints
     logprobs: Logprobs | None = None
-    found: Ints | None = None
+    has_drafts: Ints | None = None
 
 
 class PendingStep(Protocol):

@@ -67,7 +67,7 @@ class LaunchedStep:
     token_ids: Tensor
     logprobs: tuple[Tensor, ...] | None
     done: torch.cuda.Event | None
-    found: Tensor | None = None
+    has_drafts: Tensor | None = None
 
     def wait(self) -> None:
         if self.done is not None:
@@ -77,11 +77,11 @@ class LaunchedStep:
         """Wait for the step; returns its tokens and, where asked for, their logprobs."""
         self.wait()
         token_ids = self.token_ids.numpy().copy()  # a later step writes there
-        found = None if self.found is None else self.found.numpy().copy()
+        has_drafts = None if self.has_drafts is None else self.has_drafts.numpy().copy()
         if self.logprobs is None:
-            return StepResult(token_ids, None, found)
+            return StepResult(token_ids, None, has_drafts)
         logprobs = Logprobs(*(tensor.numpy() for tensor in self.logprobs))
-        return StepResult(token_ids, logprobs, found)
+        return StepResult(token_ids, logprobs, has_drafts)
 
 
 class ModelRunner:
@@ -257,7 +257,7 @@ class ModelRunner:
         if self._on_gpu:
             done = torch.cuda.Event()
             done.record()
-        return LaunchedStep(sampled.token_ids, logprobs, done, sampled.found)
+        return LaunchedStep(sampled.token_ids, logprobs, done, sampled.has_drafts)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         if not self._on_gpu:

@@ -29,11 +29,11 @@ _ALWAYS = (1 << 31) - 1
 class Sampled:
     """One step's tokens [num_seqs] int32, in host memory that the device writes; ``logprobs`` as
     ``ops.token_logprobs`` returns them, on the device, if some request of the batch wants them;
-    ``found`` as in ``StepResult``, in host memory."""
+    ``has_drafts`` as in ``StepResult``, in host memory."""
 
     token_ids: Tensor
     logprobs: tuple[Tensor, Tensor, Tensor, Tensor] | None
-    found: Tensor | None = None
+    has_drafts: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -224,17 +224,17 @@ class Sampler:
     ) -> Sampled:
         """Keep the tokens on the device, by slot, and count them in the slots ``penalized``."""
         host, read = self._read.take()
-        count, found = token_ids.shape[0], None
+        count, has_drafts = token_ids.shape[0], None
         if self.drafts is not None:
             behind = len(read) // 2
             token_ids = self.drafts.keep(token_ids, buffers, read[:count], read[behind:][:count])
-            found = host[behind:][:count] if self.drafts.finds else None
+            has_drafts = host[behind:][:count] if self.drafts.finds else None
         else:
             slots = buffers.view("slots", count)
             self._ops("keep_tokens", self.last_tokens, token_ids, slots, read[:count])
         if penalized is not None:
             self._ops("count_tokens", token_ids, penalized, self._counts)
-        return Sampled(host[:count], None, found)
+        return Sampled(host[:count], None, has_drafts)
 
     def _rows_of(self, batch: Batch) -> _Rows:
         """Collect what the requests ask for, or reuse the last rows if nobody came or went."""

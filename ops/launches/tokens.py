@@ -163,7 +163,7 @@ def propose_ngrams(
     shortest: int,
     longest: int,
     drafts: Tensor,
-    found: Tensor,
+    has_drafts: Tensor,
 ) -> Launches[None]:
     sizes = {
         "width": history.shape[1],
@@ -182,7 +182,7 @@ def propose_ngrams(
             "slots_ptr": slots,
             "order_ptr": order,
             "drafts_ptr": drafts,
-            "found_ptr": found,
+            "has_ptr": has_drafts,
             **sizes,
         },
         constexprs={"MOST": next_power_of_2(MOST_DRAFTS), "BLOCK": _PLACES},

@@ -13,7 +13,7 @@ from .tokens import mix
 
 
 def _chance(seed: int, position: int) -> float:
-    return (mix(mix(seed ^ 0x9E3779B9) ^ position) >> 8) / 2.0**24
+    return int(mix(mix(seed ^ 0x9E3779B9) ^ position) >> 8) / 2.0**24
 
 
 def accept_tokens(call: Call) -> Expected:
@@ -36,7 +36,7 @@ def accept_tokens(call: Call) -> Expected:
             is_kept = True
         elif chances is not None and call["judged"][slot] >= 0:
             seed = int(call["judged"][slot])
-            is_kept &= _chance(seed, position - 1) < np.float32(chances[number - 1])
+            is_kept &= _chance(seed, position - 1) < float(chances[number - 1])
         else:
             is_kept &= inputs[row] == sampled[row - 1]
         result.append(sampled[row] if is_kept else REJECTED)
@@ -44,9 +44,14 @@ def accept_tokens(call: Call) -> Expected:
             last[slot], lengths[slot] = max(sampled[row], 0), position + 1
             if position < history.shape[1]:
                 history[slot, position] = max(sampled[row], 0)
-    found = np.array(result)
-    state = {"last_tokens": last, "lengths": lengths, "history": history}
-    return {**state, "kept": found, "read": found}
+    kept = np.array(result)
+    return {
+        "last_tokens": last,
+        "lengths": lengths,
+        "history": history,
+        "kept": kept,
+        "read": kept,
+    }
 
 
 def place_rows(call: Call) -> Expected:
@@ -73,13 +78,13 @@ def place_rows(call: Call) -> Expected:
 def propose_ngrams(call: Call) -> Expected:
     drafts: Array = call["drafts"].copy()
     shortest, longest = call["shortest"], call["longest"]
-    found: list[int] = []
+    has_drafts: list[int] = []
     for slot, order in zip(call["slots"].tolist(), call["order"].tolist(), strict=True):
-        found.append(0)
+        has_drafts.append(0)
         if order != 0:
             continue
         known = call["history"][slot].tolist()[: int(call["lengths"][slot])]
-        looks = []
+        looks: list[tuple[int, int]] = []
         for at in range(len(known) - 1, shortest - 1, -1):
             pairs = zip(known[:at][::-1][:longest], known[::-1], strict=False)
             count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -91,5 +96,5 @@ def propose_ngrams(call: Call) -> Expected:
             tail = known[at:]
             while len(tail) < len(drafts):
                 tail += tail[: len(drafts) - len(tail)]
-            drafts[:, slot], found[-1] = tail[: len(drafts)], 1
-    return {"drafts": drafts, "found": np.array(found)}
+            drafts[:, slot], has_drafts[-1] = tail[: len(drafts)], 1
+    return {"drafts": drafts, "has_drafts": np.array(has_drafts)}

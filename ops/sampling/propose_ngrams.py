@@ -22,7 +22,7 @@ def propose_ngrams(
     shortest: int,
     longest: int,
     drafts: Tensor,
-    found: Tensor,
+    has_drafts: Tensor,
 ) -> None:
     """Write the drafts of every slot that is in a row of ``order`` 0: prompt lookup decoding
     (Saxena, 2023), as ``engine/core/ngram.py`` does on the host.
@@ -36,11 +36,11 @@ def propose_ngrams(
         lengths: [max_num_seqs] int32, how many there are.
         slots, order: [num_seqs] int32.
         drafts: [most, max_num_seqs] int32, written; -1 where there is no such place.
-        found: [num_seqs] int32, written: 1 in a row whose slot has drafts, else 0; it may be the
-            host's memory.
+        has_drafts: [num_seqs] int32, written: 1 in a row whose slot has drafts, else 0; it may be
+            the host's memory.
     """
     most = drafts.shape[0]
-    found.zero_()
+    has_drafts.zero_()
     for row in (order == 0).nonzero().flatten().tolist():
         slot = int(slots[row])
         length = min(int(lengths[slot]), history.shape[1])
@@ -56,7 +56,7 @@ def propose_ngrams(
             key = count[latest] * (length + 1) + at[latest]
             first = int(at[latest[key.argmax()]])
             behind = torch.arange(most, device=history.device) % (length - first)
-            drafts[:, slot], found[row] = known[first + behind], 1
+            drafts[:, slot], has_drafts[row] = known[first + behind], 1
 
 
 @drawn
@@ -95,7 +95,7 @@ OP = SemanticOp(
     fake=nothing,
     cases=_cases,
     cost=_cost,
-    mutates=("drafts", "found"),
+    mutates=("drafts", "has_drafts"),
     dtypes=(torch.int32,),
     implementations=(
         triton(tokens.propose_ngrams),

@@ -167,7 +167,7 @@ def _place_rows_kernel(
 
 @triton.jit
 def _propose_ngrams_kernel(
-    history_ptr, lengths_ptr, slots_ptr, order_ptr, drafts_ptr, found_ptr, width, history_stride,
+    history_ptr, lengths_ptr, slots_ptr, order_ptr, drafts_ptr, has_ptr, width, history_stride,
     drafts_stride, shortest, longest, most, MOST: tl.constexpr, BLOCK: tl.constexpr,
     PROGRAMMATIC: tl.constexpr
 ):  # fmt: skip
@@ -204,9 +204,9 @@ def _propose_ngrams_kernel(
         behind = first + number % tl.maximum(length - first, 1)
         draft = tl.load(known_ptr + behind, mask=(number < most) & (best > 0), other=-1)
         tl.store(drafts_ptr + number * drafts_stride + slot, draft, mask=number < most)
-        tl.store(found_ptr + row, (best > 0).to(tl.int32))
+        tl.store(has_ptr + row, (best > 0).to(tl.int32))
     else:
-        tl.store(found_ptr + row, 0)
+        tl.store(has_ptr + row, 0)
 
 
 @triton.jit

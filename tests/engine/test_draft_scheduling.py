@@ -20,6 +20,7 @@ from hypothesis import given, settings, strategies as st
 
 from fusewright import ops
 from fusewright.engine.core.batch import ScheduledRequest, ScheduledStep, make_batch
+from fusewright.engine.core.drafting.seams import Always
 from fusewright.engine.core.drafts import Drafts
 from fusewright.engine.core.kv_blocks import SequenceBlocks
 from fusewright.engine.core.ngram import NgramDrafter
@@ -198,6 +199,27 @@ def test_a_step_with_drafts_of_the_device_is_launched_while_the_one_before_runs(
     assert drafts_of(client).stats().num_accepted > 20 * num_requests
     pool = client.engine.core.scheduler.pool
     assert pool.num_free == pool.num_blocks
+
+
+def test_the_policy_tells_requests_apart_for_which_nothing_was_found() -> None:
+    """Rows are scheduled blindly, so those that come to nothing count as wrong, in their class."""
+    client = Client(DraftSetup(on_device=True, max_model_len=200, rate=1.0))
+    drafts, told = drafts_of(client), dict[str, list[int]]()
+
+    class Recorder(Always):
+        def observe_drafts(self, name: str, asked: int, num_drafts: int, num_accepted: int) -> None:
+            assert asked == 4 >= num_drafts > 0
+            told.setdefault(name, []).append(num_accepted)
+
+    drafts.policy = Recorder(4)
+    runner: Any = client.engine.core.runner
+    runner.slots.guess = lambda known, seed: [*ALPHABET[:4]] if len(known) // 20 % 2 else []
+    client.add([1, 2, 3], SamplingParams(max_tokens=120, ignore_eos=True))
+    client.drain()
+    assert {*told} == {"sampled", "sampled, found none"}
+    stats = drafts.stats()
+    assert stats.num_steps > 5 and stats.without["nothing proposed"] > 5
+    assert 3.5 * stats.num_steps < stats.num_drafted <= 4 * stats.num_steps
 
 
 def test_requests_without_drafts_keep_a_step_in_flight() -> None:

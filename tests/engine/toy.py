@@ -7,7 +7,7 @@ a wrong block table, a wrong recompute, a lost or a doubled token changes the an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
@@ -19,7 +19,6 @@ from msgspec import msgpack
 
 import fusewright.model_executor.abacus as abacus
 from fusewright.config import NO_SLOT
-from fusewright.config.step_fields import NOT_DRAFTED, REJECTED
 from fusewright.engine.core.chunks import StepLimits
 from fusewright.engine.core.kv_blocks import BlockPool
 from fusewright.engine.core.loop import EngineCore
@@ -31,6 +30,8 @@ from fusewright.engine.frontend.tokenizer import Tokenizer
 from fusewright.engine.messages.cache_group import CacheGroup
 from fusewright.engine.messages.sampling_params import SamplingParams
 from fusewright.engine.messages.step import Batch, Logprobs, StepResult
+
+from .toy_slots import Entry, Guess, Row, Slots
 
 TOKENIZER = Tokenizer(Path(abacus.__file__).parent)
 VOCAB_SIZE = 272
@@ -68,37 +69,9 @@ def logprobs_of(
 
 
 @dataclass
-class _Row:
-    """What the runner was told of the request in a slot."""
-
-    sampling_params: SamplingParams
-    tables: list[list[int]]
-    num_tokens: int | None = None
-    """Computed so far; None before its first step."""
-    num_drafts: int = 0  # guesses among these
-
-
-@dataclass
-class _Entry:
-    """All that the device knows of one row: copies, as a real runner makes."""
-
-    slot: int
-    tables: list[list[int]]
-    start: int
-    token_ids: list[int]
-    feed: list[int]
-    num_sampled: int
-    seed: int | None
-    number: int
-    """Rows of the slot before it, if it samples."""
-    ahead: int
-    """-1, or the device places it, at most so many positions further."""
-
-
-@dataclass
 class ToyStep:
     runner: ToyRunner
-    entries: list[_Entry]
+    entries: list[Entry]
     begins: dict[int, list[int]]
     """The tokens that are told of slots that get a request."""
     output: StepResult | None = None
@@ -124,21 +97,19 @@ class ToyRunner:
     shares: bool = False
     windows: tuple[int, ...] = (0,)
     batches: list[Batch] = field(default_factory=list)
-    guess: Callable[[list[int], int | None], list[int]] | None = None
-    """Drafts on the device, behind tokens of a request with a seed."""
+    guess: Guess | None = None
 
     def __post_init__(self) -> None:
-        self.history: list[list[int]] = [[] for _ in range(self.max_num_seqs)]
-        self.drafts: list[list[int]] = [[] for _ in range(self.max_num_seqs)]
+        self.slots = Slots(self.max_num_seqs, self.guess)
         self.kv: list[tuple[int, int] | None] = [None] * (self.num_blocks * self.block_size)
-        self.last_tokens: list[int | None] = [None] * self.max_num_seqs
-        self.rows: dict[int, _Row] = {}
+        self.last_tokens = self.slots.last_tokens
+        self.rows: dict[int, Row] = {}
         self.queue: list[ToyStep] = []
 
     def launch(self, batch: Batch) -> ToyStep:
         self._check(batch)
         for sequence in batch.new:
-            self.rows[sequence.slot] = _Row(sequence.sampling_params, [[] for _ in self.windows])
+            self.rows[sequence.slot] = Row(sequence.sampling_params, [[] for _ in self.windows])
         for group, gained in enumerate(batch.block_tables):
             block_ids = gained.block_ids.tolist()
             for row, start, count in zip(gained.rows, gained.starts, gained.counts, strict=True):
@@ -162,9 +133,9 @@ class ToyRunner:
         """Run the oldest launched step."""
         step = self.queue.pop(0)
         written: set[int] = set()
-        lacking = [self._place(entry) for entry in step.entries]
+        lacking = [self.slots.place(entry) for entry in step.entries]
         for slot, tokens in step.begins.items():
-            self.history[slot] = tokens
+            self.slots.history[slot] = tokens
         for entry in step.entries:
             for offset, (token, feed) in enumerate(zip(entry.token_ids, entry.feed, strict=True)):
                 position = entry.start + offset
@@ -182,9 +153,9 @@ class ToyRunner:
             seen = self.seen(entry)
             logprobs.append(logprobs_of(seen, MOST_LOGPROBS))
             token_ids.append(next_token(seen, entry.seed) if entry.num_sampled else -1)
-        token_ids = self._accept(step.entries, token_ids, lacking)
+        token_ids = self.slots.accept(step.entries, token_ids, lacking)
         chosen, ranks, top, top_ids = zip(*logprobs, strict=True)
-        found = [bool(self.drafts[entry.slot]) for entry in step.entries]
+        found = [bool(self.slots.drafts[entry.slot]) for entry in step.entries]
         step.output = StepResult(
             np.array(token_ids, np.int32),
             Logprobs(
@@ -196,44 +167,7 @@ class ToyRunner:
             None if self.guess is None else np.array(found, np.int32),
         )
 
-    def _place(self, entry: _Entry) -> bool:
-        """Place a row that the device alone can; returns whether it lacks its draft."""
-        if entry.ahead < 0:
-            return False
-        known, drafts = self.history[entry.slot], self.drafts[entry.slot]
-        place = len(known) - 1 + entry.number
-        assert entry.start <= place <= entry.start + entry.ahead, "further than was reserved"
-        entry.start = place
-        if not entry.number:
-            return False
-        lacks = len(drafts) < entry.number
-        entry.token_ids = [0 if lacks else drafts[entry.number - 1]]
-        return lacks
-
-    def _accept(
-        self, entries: list[_Entry], token_ids: list[int], lacking: list[bool]
-    ) -> list[int]:
-        """The tokens that are kept, and why others are not."""
-        result, is_kept = [], False
-        for row, (entry, token) in enumerate(zip(entries, token_ids, strict=True)):
-            if not entry.num_sampled:
-                result.append(token)
-                continue
-            right = entry.number == 0 or (is_kept and token_ids[row - 1] == entry.token_ids[0])
-            is_kept = right and not lacking[row]
-            result.append(token if is_kept else NOT_DRAFTED if lacking[row] else REJECTED)
-            if is_kept:
-                self.last_tokens[entry.slot] = token
-                known, end = self.history[entry.slot], entry.start + len(entry.token_ids)
-                known[end:] = [token]
-        if self.guess is not None:
-            for entry in entries:
-                if entry.num_sampled and entry.number == 0:
-                    known = self.history[entry.slot]
-                    self.drafts[entry.slot] = self.guess(known, entry.seed)
-        return result
-
-    def seen(self, entry: _Entry) -> list[tuple[int, int] | None]:
+    def seen(self, entry: Entry) -> list[tuple[int, int] | None]:
         """Returns the entries of the KV blocks that the last query of a request reads."""
         end = entry.start + len(entry.token_ids)
         found: list[tuple[int, int] | None] = []
@@ -246,7 +180,7 @@ class ToyRunner:
         block = table[position // self.block_size]
         return block * self.block_size + position % self.block_size
 
-    def _check_what_is_seen(self, entry: _Entry) -> None:
+    def _check_what_is_seen(self, entry: Entry) -> None:
         """Every query of the step, not the last alone, finds each position of its windows."""
         for window, table in zip(self.windows, entry.tables, strict=True):
             for position in range(first_seen(entry.start, window), entry.start):
@@ -265,7 +199,7 @@ class ToyRunner:
         assert set(slots) <= set(range(self.max_num_seqs))
         assert {sequence.slot for sequence in batch.new} <= {*slots}
 
-    def _entries(self, batch: Batch) -> list[_Entry]:
+    def _entries(self, batch: Batch) -> list[Entry]:
         entries, token_ids, feed = [], batch.input_ids.tolist(), batch.feed_slots.tolist()
         aheads = batch.ahead if len(batch.ahead) else np.full(batch.num_seqs, -1)
         columns = (batch.slots, batch.starts, batch.query_lens, batch.num_sampled, aheads)
@@ -284,13 +218,13 @@ class ToyRunner:
             else:
                 # Of drafts in flight that the device makes, the host counts none.
                 assert row.num_tokens - start <= row.num_drafts, "it computes what comes next"
-                assert row.num_tokens >= start or self.guess is not None
+                assert row.num_tokens >= start or self.slots.guess is not None
                 row.num_drafts = 0
             row.num_tokens = start + count
             most = row.num_tokens + max(ahead, 0)
             assert all(len(table) * self.block_size >= most for table in row.tables)
             entries.append(
-                _Entry(
+                Entry(
                     slot,
                     [table[:] for table in row.tables],
                     start,

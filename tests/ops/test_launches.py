@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 import fusewright.ops.launches as host
 from fusewright import ops
 from fusewright.config import STEP
+from fusewright.engine.worker.drafts.state import draft_calls
 from fusewright.ops import BY_NAME, Launch, Variant, representative_sizes, variants_of
 
 META = torch.device("meta")
@@ -117,16 +118,8 @@ def calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]
             yield packed, slots, *(empty(*shape, dtype=torch.int32) for shape in fields)
     elif op == "keep_tokens":
         yield slots, per_seq, per_seq, per_seq
-    elif op == "accept_tokens":
-        rows = (slots, slots, empty(m.max_num_seqs, 40)), (slots, *[per_seq] * 7)
-        for chances in (None, empty(4, dtype=torch.float32)):
-            yield *rows[0], chances, *rows[1]
-    elif op == "place_rows":
-        tables, mappings = empty(seqs, 2, 5), empty(2, tokens)[:, :seqs]
-        yield slots, empty(4, m.max_num_seqs), per_seq, tables, 16, *[per_seq] * 4, mappings
-    elif op == "propose_ngrams":
-        known = empty(m.max_num_seqs, 40)
-        yield known, slots, per_seq, per_seq, 2, 5, empty(4, m.max_num_seqs), per_seq
+    elif op in ("accept_tokens", "place_rows", "propose_ngrams"):
+        yield from (args for name, args in draft_calls(seqs, 1) if name == op)
     elif op == "argmax":
         yield (logits,)
     elif op == "sample":

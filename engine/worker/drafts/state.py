@@ -81,16 +81,18 @@ class DraftState:
         names = ("slots", ORDER, TOKEN_IDS, "positions", "seq_lens")
         slots, order, *fields = (buffers.view(name, num_seqs) for name in names)
         tables, mappings = buffers.of_groups(num_groups, num_seqs)
-        given = (self.lengths, self.drafts, slots, tables, block_size)
-        self._ops("place_rows", *given, order, *fields, mappings)
+        state = (self.lengths, self.drafts, slots, tables, block_size)
+        self._ops("place_rows", *state, order, *fields, mappings)
 
-    def keep(self, token_ids: Tensor, buffers: StepBuffers, read: Tensor, found: Tensor) -> Tensor:
+    def keep(
+        self, token_ids: Tensor, buffers: StepBuffers, read: Tensor, has_drafts: Tensor
+    ) -> Tensor:
         """Accept the drafts of a step, and make those of the next.
 
         Args:
             token_ids: [num_seqs] int32, as sampled.
-            read, found: [num_seqs] int32, written: the host's memory.  ``found`` says which rows'
-                requests have drafts for the next step, if ``finds``.
+            read, has_drafts: [num_seqs] int32, written: the host's memory.  ``has_drafts`` says
+                which rows' requests have drafts for the next step, if ``finds``.
 
         Returns:
             [num_seqs] int32: what ``read`` has too, see ``ops.accept_tokens``.
@@ -103,8 +105,8 @@ class DraftState:
         rows = (token_ids, input_ids, slots, order, seq_lens, kept, read)
         self._ops("accept_tokens", *state, *rows)
         if self.finds:
-            given = (self._history, self.lengths, slots, order, *self._lookup)
-            self._ops("propose_ngrams", *given, self.drafts, found)
+            known = (self._history, self.lengths, slots, order, *self._lookup)
+            self._ops("propose_ngrams", *known, self.drafts, has_drafts)
         elif self._chances is not None:
             # A replayed acceptance asks for drafts always, whatever they are.
             self.drafts.copy_(self.last_tokens.expand_as(self.drafts))
