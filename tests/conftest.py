@@ -232,9 +232,12 @@ def cold() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def quiet() -> None:
-    """No ``LLM`` of a test sends its log to stderr, whichever test was the first to make one."""
+    """No ``LLM`` of a test sends its log to stderr, whichever test was the first to make one, and
+    none says there what goes on for ten seconds, as all does on a busy machine."""
     from fusewright.config.process.logs import be_quiet
+    from fusewright.engine.worker import progress
 
+    progress._EVERY_S = 3600.0
     be_quiet()
 
 

@@ -5,16 +5,23 @@ from __future__ import annotations
 import asyncio
 import os
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 
+from fusewright.engine.process import awake as awake_module
 from fusewright.engine.process.awake import AWAKE_S, Awake
 
 
 def polls(monkeypatch: pytest.MonkeyPatch, processors: int, *, sleeps: bool = False) -> int:
-    """How often a loop with nothing to do looks for work.  It has to stop."""
-    looks = count()
+    """How often a loop with nothing to do looks for work.  It has to stop.  Its clock goes on by a
+    tenth of the time at each look, as on a machine that is not busy."""
+    looks, clock = count(), count()
     monkeypatch.setattr(os, "sched_yield", lambda: next(looks))
+    tenth = AWAKE_S / 10
+    monkeypatch.setattr(
+        awake_module, "time", SimpleNamespace(monotonic=lambda: next(clock) * tenth)
+    )
 
     async def work() -> int:
         awake = Awake(asyncio.get_running_loop(), processors)

@@ -33,7 +33,7 @@ def slowly(engine: EngineLoop, at_least: int = 1) -> EngineLoop:
     def slow(batch: Any) -> Any:
         nonlocal count
         count += 1
-        time.sleep(0.05 if batch.num_seqs < at_least and count < 40 else 0.0005)
+        time.sleep(0.25 if batch.num_seqs < at_least and count < 20 else 0.0005)
         return launch(batch)
 
     engine.core.runner.launch = slow  # type: ignore[method-assign]

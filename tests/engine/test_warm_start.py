@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ from tests.engine.start_process import (
     writable,
 )
 from tests.model_executor.tiny_models import BY_NAME
+from tests.serve.progress_lines import without_progress
 
 pytestmark = pytest.mark.slow
 
@@ -206,11 +206,6 @@ def answer(out: str) -> str:
     return str(json.loads(out)["outputs"][0]["text"])
 
 
-def without_progress(err: str) -> str:
-    """What is told on stderr, but for what is said of work that goes on for ten seconds."""
-    return re.sub(r"^.* \(\d+ s\)\n", "", err, flags=re.MULTILINE)
-
-
 def test_no_way_of_sampling_compiles_anything(made: Made) -> None:
     ways: list[dict[str, Any]] = [
         SAMPLED | {"seed": 1} | top_k | top_p | min_p | penalties
@@ -250,8 +245,8 @@ def test_a_start_that_would_compile_or_miss_a_fusion_is_refused_in_one_line(made
         assert sandbox.traces() == []
     assert done["loaded"] == []
     for (flags, expected), (code, out, err) in zip(REFUSED.items(), done["told"], strict=True):
-        assert (code, out, err.count("\n")) == (2, "", 1), (flags, err)
-        assert err.startswith("error: ")
+        assert (code, out, without_progress(err).count("\n")) == (2, "", 1), (flags, err)
+        assert without_progress(err).startswith("error: ")
         for words in expected:
             assert words in err
         if "--require-fusion" not in flags:
@@ -295,8 +290,8 @@ def test_damage_is_refused_under_require_cache_and_else_repaired(
     if name == "foreign owner" and made.store.owner() != "root":
         pytest.skip("only root can give files away")
     (code, out, err), (built_code, built_out, warning), (again, again_out, _) = damaged[name]
-    assert (code, out, err.count("\n")) == (2, "", 1), err
-    assert err.startswith("error: no artifact of key ")
+    assert (code, out, without_progress(err).count("\n")) == (2, "", 1), err
+    assert without_progress(err).startswith("error: no artifact of key ")
     assert DAMAGES[name].reason in err
     assert (built_code, answer(built_out)) == (0, SUM)
     if name == "unsigned":
@@ -374,7 +369,7 @@ def test_a_cache_that_cannot_be_written_is_a_warning(made: Made, unkept: Unkept)
 @pytest.mark.thorough  # tests/compiler/test_store_faults.py fills a disk below a store
 def test_a_cache_whose_disk_is_full_is_a_warning(made: Made, unkept: Unkept) -> None:
     code, out, err = unkept.told[2]
-    assert (code, answer(out), err.count("\n")) == (0, SUM, 1), err
+    assert (code, answer(out), without_progress(err).count("\n")) == (0, SUM, 1), err
     store = made.folder / "unkept" / "disk" / "store"
     assert f"{store} cannot be written: what is compiled now will be compiled again" in err
     assert "No space left on device; free space" in err

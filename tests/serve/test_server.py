@@ -359,7 +359,8 @@ def test_a_client_that_goes_away_frees_its_blocks(
     with pytest.raises(httpx.ReadTimeout), server.client() as leaving:
         leaving.headers = http.headers
         many = {**LONG, "n": 64, "temperature": 1.0, "stream": streamed}
-        with leaving.stream("POST", "/v1/completions", json=many, timeout=0.4) as response:
+        soon = httpx.Timeout(60, read=0.4)
+        with leaving.stream("POST", "/v1/completions", json=many, timeout=soon) as response:
             for _ in response.iter_raw():
                 raise httpx.ReadTimeout("seen enough")
     wait_for(lambda: is_idle(http))

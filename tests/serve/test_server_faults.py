@@ -162,7 +162,7 @@ def test_health_tells_of_a_stopped_engine_and_of_its_return() -> None:
         with server.client() as client:
             assert client.get("/live").status_code == 200
             with pytest.raises(httpx.ReadTimeout):
-                client.post("/v1/completions", json=LONG, timeout=0.2)
+                client.post("/v1/completions", json=LONG, timeout=httpx.Timeout(60, read=0.2))
         send(engine, signal.SIGCONT)
         wait_for(lambda: health(server) == (200, "ok"))
         with server.client() as client:
