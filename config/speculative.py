@@ -88,7 +88,10 @@ def read_speculative(text: str | None) -> SpeculativeConfig | None:
     try:
         values = json.loads(text)
     except ValueError as error:
-        raise UserError(f"speculative_config={text!r}: not JSON: {error}") from None
+        raise UserError(
+            f"speculative_config={text!r}: not JSON: {error}; expected an object, such as "
+            f"{_EXAMPLE}"
+        ) from None
     if not isinstance(values, dict):
         raise UserError(f"speculative_config={text!r}: expected an object, such as {_EXAMPLE}")
     values = _known({name: value for name, value in values.items() if value is not None})
@@ -125,7 +128,10 @@ def with_fields(text: str | None, values: dict[str, Any]) -> str:
     try:
         config = json.loads(text or "{}")
     except ValueError as error:
-        raise UserError(f"speculative_config={text!r}: not JSON: {error}") from None
+        raise UserError(
+            f"speculative_config={text!r}: not JSON: {error}; expected an object, such as "
+            f"{_EXAMPLE}"
+        ) from None
     if not isinstance(config, dict):
         raise UserError(f"speculative_config={text!r}: expected an object, such as {_EXAMPLE}")
     for name, value in values.items():

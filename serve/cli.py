@@ -108,7 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         flush()
         return code
     except UsageError as error:
-        message = error.format_message()  # type: ignore[attr-defined]
+        message: str = error.format_message()  # type: ignore[attr-defined]
+        message = message.replace(": Value error, ", ": ", 1)  # which pydantic writes before ours
         return report(UserError(f"{message} (see `{_where(error)} --help`)"), debug=False)
     except EngineDeadError as error:
         report(error, debug=asked["debug"])

@@ -79,6 +79,7 @@ def test_a_router_of_groups_and_a_shared_expert_are_fused_and_equal() -> None:
     assert not {"topk", "gather", "scatter", "masked_fill", "sigmoid"} & {*check.plain}
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_proven_and_the_proof_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,7 @@ def accepted(report: dict[str, Any]) -> float:
     return float(report["accepted"] / report["drafted"])
 
 
+@pytest.mark.slow
 @pytest.mark.product
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
 def test_a_model_that_drafts_for_itself_is_right(

@@ -87,6 +87,7 @@ def test_a_rank_lost_in_a_step_ends_the_engine() -> None:
     wait_for(lambda: is_gone(actor))
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_rank_0() -> None:
     with rank_0_killed("ray") as pid:
         actor = parent(pid)

@@ -254,7 +254,8 @@ def test_no_drafts_are_reported_without_a_drafter() -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ("{", "not JSON"),
+        ("{", "not JSON: .*; expected an object, such as"),
+        ("ngram", r"'ngram': not JSON: .*; expected an object, such as \{\"method\": \"ngram\""),
         ("[1]", "expected an object"),
         ({}, "method=None: expected one of ngram"),
         ({"method": "magic", "num_speculative_tokens": 2}, "method='magic': expected one of ngram"),

@@ -60,7 +60,11 @@ MISTAKES: list[tuple[Callable[[Path], None], tuple[str, ...], tuple[str, ...]]] 
     (nothing, ("eval", "abacus", "--max-num-seqs", "0"), ("max_num_seqs=0", "at least 1")),
     (nothing, ("run", "-p", "x", "--no-such-flag"), ("--no-such-flag", "run --help")),
     (nothing, ("run", "-p", "x", "--dtype", "int3"), ("'int3'", "bfloat16")),
-    (nothing, ("run", "-p", "x", "--quantization", "awq"), ("'awq'", "leave it out")),
+    (
+        nothing,
+        ("run", "-p", "x", "--quantization", "awq"),
+        ("--quantization': quantization='awq': a ", "leave it out"),
+    ),
     (nothing, ("run", "-p", "x", "--quantization", "int3"), ("'int3'", "fp8_block")),
     (nothing, ("run", "-p", "x", "--max-model-len", "10**6"), ("10**6", "--max-model-len")),
     (nothing, ("run", "-p", "x", "--max-model-len", "9999"), ("max_model_len=9999", "positions")),

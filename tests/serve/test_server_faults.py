@@ -77,6 +77,7 @@ def free_port() -> int:
         return port
 
 
+@pytest.mark.slow
 @pytest.mark.product
 @pytest.mark.parametrize("stderr", ["a dead pipe", "a full pipe", "a full disk"])
 def test_a_drain_needs_nobody_who_reads_stderr(stderr: str) -> None:

@@ -74,6 +74,7 @@ def last_event(lines: Iterator[str]) -> Any:
     return json.loads(rest[-2].removeprefix("data: "))
 
 
+@pytest.mark.slow
 def test_two_api_processes_over_two_replicas_are_one_server() -> None:
     with started(2, 2) as server:
         (helper,) = server.children(".helper")
