@@ -145,9 +145,8 @@ def fill_laid_out(reads: Iterable[LaidOutRead], advance: Callable[[int], Any]) -
             )
         if read.reader is not None and (order := order_of(read.reader)) is not None:
             part = Part(part.rows, part.columns, order)
-        for kind, tensor in read_part(source, part).items():
-            held = getattr(layer, kind)
-            held[read.dest : read.dest + len(tensor)] = tensor.to(held.device)
+        for kind, tensor in read_part(source, part, layer.weight.device).items():
+            getattr(layer, kind)[read.dest : read.dest + len(tensor)] = tensor
         advance(read.nbytes)
 
 

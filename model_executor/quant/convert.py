@@ -1,7 +1,8 @@
 """Reads weights of 4 and 8 bits that a checkpoint has in a ``Layout``, in the tensors of a layer.
 
 One weight is read at a time, or a rank's part of it, so that beside the model only that is in
-memory.  Integers are moved as bytes: no weight becomes a float.
+memory.  It is brought to its format where the model is: a GPU does that faster than a disk reads.
+Integers are moved as bytes: no weight becomes a float.
 """
 
 from __future__ import annotations
@@ -173,14 +174,15 @@ def order_of(laid: LaidOut) -> Tensor | None:
 
 
 @torch.no_grad()
-def read_part(laid: LaidOut, part: Part) -> dict[str, Tensor]:
-    """A part of a weight in its format: the tensors of a layer, by their names there.
+def read_part(laid: LaidOut, part: Part, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """A part of a weight in its format: the tensors of a layer on a device, by their names there.
 
     Raises:
         UserError: a number is none that the format can have.
     """
     layout, form = laid.layout, laid.layout.form
     order = order_of(laid)
+    order = None if order is None else order.to(device)
     rows = slice(0, laid.shape[0]) if part.rows_order is not None else part.rows
     columns = slice(0, laid.shape[1]) if order is not None else part.columns
     shift = (form.offset - layout.offset) % 256
@@ -194,6 +196,7 @@ def read_part(laid: LaidOut, part: Part) -> dict[str, Tensor]:
                 info,
                 layout.tensors[kind],
                 (laid.shape, rows, columns),
+                device,
                 pairs=pairs and kind == "weight",
             )
             for kind, info in laid.tensors.items()
@@ -223,7 +226,7 @@ def read_part(laid: LaidOut, part: Part) -> dict[str, Tensor]:
 def _selected(target: StoredTensor, tensor: Tensor, part: Part, order: Tensor | None) -> Tensor:
     """The rows and columns of a part, of [rows, numbers of them]."""
     if part.rows_order is not None:
-        tensor = tensor[part.rows_order[part.rows]]
+        tensor = tensor[part.rows_order[part.rows].to(tensor.device)]
     if order is None:
         return tensor
     if target.unit[1] == 1:
@@ -239,10 +242,12 @@ def _read(
     info: TensorInfo,
     tensor: StoredTensor,
     where: tuple[tuple[int, int], slice, slice],
+    device: torch.device | str,
     *,
     pairs: bool,
 ) -> Tensor:
-    """The numbers of a part, [rows, columns]; with ``pairs`` two columns of integers a byte.
+    """The numbers of a part, [rows, columns], on a device; with ``pairs`` two columns of integers a
+    byte.
 
     Args:
         where: shape of the weight, and the part's rows and columns.
@@ -260,6 +265,7 @@ def _read(
         elements = opened.get_slice(info.name)[first, second]
     else:
         elements = opened.get_tensor(info.name).reshape(sizes)[first, second]
+    elements = elements.to(device)
     if tensor.dtype == "float8_e8m0fnu":
         elements = elements.view(torch.uint8)
     numbers = pairs_of_columns(tensor, elements) if pairs else unpack_bytes(tensor, elements)
@@ -296,7 +302,8 @@ def pairs_of_columns(tensor: StoredTensor, elements: Tensor) -> Tensor:
         for each in (even, odd)
     ]
     fields = field_order(tensor)
-    pairs = torch.empty(words.shape[0], len(fields), even.shape[1], dtype=torch.uint8)
+    shape = words.shape[0], len(fields), even.shape[1]
+    pairs = torch.empty(shape, dtype=torch.uint8, device=words.device)
     for neighbour, place in enumerate(fields):
         pairs[:, neighbour] = by_field[place % 2][..., place // 2]
     return pairs.flatten(0, 1)

@@ -40,7 +40,8 @@ def fill_from_layouts(
     for name, moves in groupby(weights, key=lambda each: each[0].source.name):
         source = laid[name]
         rows, columns = source.shape
-        held = read_part(source, Part(slice(0, rows), slice(0, columns)))
+        device = next(iter(tensors.values())).device
+        held = read_part(source, Part(slice(0, rows), slice(0, columns)), device)
         for move, layer_name, layer in moves:
             if isinstance(layer, Linear) and layer.x_order is not None:
                 first = orders.setdefault(layer_name, (source, order_of(source)))
