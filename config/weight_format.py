@@ -298,32 +298,45 @@ def why_no_choice(quantization: str) -> str:
     )
 
 
-_READ_BITS = (4, 8)
 _READ_SCALES = ("float8_e8m0fnu", "bfloat16", "float16", "float32")
 
 
-def why_not_stored(form: StoredFormat | None) -> str:
-    """Why the experts' kernels, which dequantize in registers, do not read a format, or nothing;
-    None stands for weights that have none."""
-    if form is None:
-        return ""
+def why_not_words(form: StoredFormat, in_features: int | None = None) -> str:
+    """Why Triton's kernels, which read words of 32 bits and make numbers in registers, do not read
+    weights of a format, or rows of so many columns in it; "" if they do."""
+    return next(_no_words(form, in_features), "")
+
+
+def _no_words(form: StoredFormat, in_features: int | None) -> Iterator[str]:
     weight, scale = form.weight, form.scale
     if form.x_dtype:
-        return f"activations of {form.name} are quantized too"
-    if form.zero is not None and (form.zero.dtype not in _READ_SCALES or form.zero_offset):
-        return f"{form.name} has zero points of {form.zero.dtype}"
-    if weight.bits not in _READ_BITS or weight.dtype not in ("uint8", "int8") or weight.transposed:
-        return f"{form.name} holds {weight.bits} bits in {weight.dtype}, expected 4 or 8 in a byte"
-    packing = weight.packing
-    if packing is not None and (packing.along != "columns" or packing.order not in ((), (0, 1))):
-        return f"{form.name} does not pack neighbours of a row in ascending order"
-    columns = scale.unit[1]
-    if scale.unit[0] != 1 or scale.transposed or columns & (columns - 1) or 0 < columns < 16:
-        return f"{form.name} has a scale for {scale.unit}, expected (1, a power of two from 16 on)"
-    if scale.dtype not in _READ_SCALES:
-        return f"{form.name} has scales of {scale.dtype}, expected one of {', '.join(_READ_SCALES)}"
-    if form.row_scale is not None:
-        return f"{form.name} has scales of rows too"
+        yield f"x is quantized to {form.x_dtype}: reads floating-point x"
+    if weight.bits not in (4, 8) or weight.dtype not in ("int8", "uint8", "int32"):
+        yield f"{weight.bits} bits in {weight.dtype}: reads 4 or 8 in bytes or words of 32 bits"
+    if weight.transposed or (weight.packing and weight.packing.along != "columns"):
+        yield "a row's neighbours are not side by side in memory"
     if form.values and form.values != E2M1:
-        return f"{form.name} has values of its own, expected those of E2M1"
-    return ""
+        yield "the values of its integers are not those of E2M1"
+    a_word, group = max(1, 32 // weight.bits), scale.unit[1]
+    if group % a_word or (in_features or 0) % a_word:
+        yield f"in_features {in_features} in groups of {group}: expected multiples of {a_word}"
+    if scale.unit[0] != 1:
+        yield f"{scale.unit[0]} rows share a scale, expected 1"
+    if form.zero is not None and form.zero.packing is not None:
+        yield "zero points are packed"
+
+
+def why_not_experts(form: StoredFormat, in_features: int | None = None) -> str:
+    """The same of the experts' kernels, which read less; "" if they do."""
+    if reason := why_not_words(form, in_features):
+        return reason
+    weight, (_, columns) = form.weight, form.scale.unit
+    if weight.dtype == "int32" or (weight.packing and weight.packing.order not in ((), (0, 1))):
+        return "its numbers are not in bytes in ascending order"
+    if form.zero is not None and (form.zero.dtype not in _READ_SCALES or form.zero_offset):
+        return f"zero points are of {form.zero.dtype}, expected floats"
+    if columns & (columns - 1) or 0 < columns < 16:
+        return f"{columns} columns share a scale, expected a power of two from 16 on"
+    if form.scale.transposed or form.scale.dtype not in _READ_SCALES:
+        return f"scales are of {form.scale.dtype}, expected one of {', '.join(_READ_SCALES)}"
+    return "rows have scales of their own" if form.row_scale is not None else ""

@@ -7,8 +7,10 @@ GPU, and says what is left to the first start.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,9 +21,15 @@ from ..model_executor.captured.described import raw_headers
 from ..model_executor.spec import stage_of
 from .worker.hardware import detect_hardware
 from .worker.progress import show_progress
-from .worker.source import artifact_label, configured_store, find_or_compile
+from .worker.source import artifact_label, configured_store, find_or_compile, model_source
 from .worker.startup import read_model
 from .worker.startup_report import StartupReport
+
+if TYPE_CHECKING:
+    from ..compiler.build import Lowered
+    from ..compiler.capture.source import Source
+    from ..compiler.lowering.tune import Tuner
+    from ..model_executor.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -34,6 +42,41 @@ class AotResult:
     startup: StartupReport
     left: tuple[str, ...]
     dump: Path | None
+
+
+def lowered_model(
+    spec: ModelSpec,
+    config: ResolvedConfig,
+    say: Callable[[str], None],
+    record: Record,
+    tuner: Tuner | None = None,
+) -> tuple[Source, Lowered, bool]:
+    """A model traced, rewritten and lowered as for a build, but not compiled.
+
+    Returns:
+        its source, its lowered program, and whether the GPU is not the one here: then the kernels
+        of csrc are taken to be there.
+    """
+    from ..compiler.build import lower_model
+    from ..compiler.timer import Timer
+
+    absent = is_absent(config.hardware)
+    source = model_source(spec, config)
+    lowered = lower_model(
+        source,
+        config.compile,
+        sm=config.hardware.sm,
+        timer=Timer(say),
+        record=record,
+        csrc=True if absent else None,
+        tuner=tuner,
+    )
+    return source, lowered, absent
+
+
+def is_absent(hardware: Hardware) -> bool:
+    """Whether programs are for a GPU that is not the one here."""
+    return hardware.device == "cuda" and detect_hardware("auto").sm != hardware.sm
 
 
 def aot_compile(
@@ -57,7 +100,7 @@ def aot_compile(
     with startup.phase("config"):
         hardware = target_hardware(options, target_sm)
         model, whole, config = read_model(options, hardware)
-    absent = hardware.device == "cuda" and detect_hardware("auto").sm != hardware.sm
+    absent = is_absent(hardware)
     results: list[AotResult] = []
     num_stages = whole.pipeline_parallel_size
     for number in range(num_stages):

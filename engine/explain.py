@@ -15,15 +15,13 @@ from ..compiler.run.load import measured_table
 from ..config import PASSES, EngineOptions, ResolvedConfig, UserError
 from ..config.resolve import why_off
 from ..model_executor.spec import stage_of
-from .aot_compile import target_hardware
-from .worker.hardware import detect_hardware
+from .aot_compile import lowered_model, target_hardware
 from .worker.progress import show_progress
 from .worker.source import (
     artifact_key,
     artifact_label,
     configured_store,
     keys_as_good,
-    model_source,
 )
 from .worker.startup import read_model
 from .worker.untuned_experts import why_tune
@@ -75,11 +73,9 @@ def explain_model(
     Raises:
         UserError: the options compile nothing, or there is no such stage.
     """
-    from ..compiler.build import lower_model
     from ..compiler.inspect.explain import DecodeStep, explain
     from ..compiler.inspect.sites import Where, expected_sites
     from ..compiler.lowering.tune import Tuner
-    from ..compiler.timer import Timer
 
     hardware = target_hardware(options, target_sm)
     _, whole, config = read_model(options, hardware)
@@ -89,20 +85,11 @@ def explain_model(
     spec = stage_of(whole, stage)
     if not config.compile.trace:
         raise UserError("explain: -O0 rewrites and compiles nothing; use -O1 or higher")
-    absent = hardware.device == "cuda" and detect_hardware("auto").sm != hardware.sm
     artifact = _tuned(spec, config) if config.compile.tune else None
     before = _Before()
     with show_progress() as progress, progress.status("Explaining") as say:
-        source = model_source(spec, config)
-        lowered = lower_model(
-            source,
-            config.compile,
-            sm=hardware.sm,
-            timer=Timer(say),
-            record=before,
-            csrc=True if absent else None,
-            tuner=Tuner(known=artifact.manifest.report["tuned_us"]) if artifact else None,
-        )
+        tuner = Tuner(known=artifact.manifest.report["tuned_us"]) if artifact else None
+        source, lowered, absent = lowered_model(spec, config, say, before, tuner)
     assert before.traced is not None
     where = Where(source.repeat or source.shown, spec.first_layer)
     off = passes_off(options, config)

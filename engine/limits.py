@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from ..compiler.record import Record
 from ..config import EngineOptions, Hardware, UserError
 from ..config.device_table import Ceilings, DeviceTable, ceilings
-from .aot_compile import target_hardware
+from .aot_compile import lowered_model, target_hardware
 from .worker.hardware import detect_hardware
 from .worker.progress import show_progress
-from .worker.source import artifact_label, model_source
+from .worker.source import artifact_label
 from .worker.startup import read_model
 
 if TYPE_CHECKING:
@@ -66,9 +66,7 @@ def step_works(
     Raises:
         UserError: the options compile nothing, compute in float32, or make a pipeline.
     """
-    from ..compiler.build import lower_model
     from ..compiler.inspect.limits import step_work
-    from ..compiler.timer import Timer
 
     hardware: Hardware = target_hardware(options, sm)
     _, spec, config = read_model(options, hardware)
@@ -83,16 +81,7 @@ def step_works(
             f"pipeline_parallel_size={spec.pipeline_parallel_size}: limits are those of a whole "
             "model; drop it, or divide by --tensor-parallel-size"
         )
-    absent = detect_hardware("auto").sm != hardware.sm
     with show_progress() as progress, progress.status("Reading the model's costs") as say:
-        source = model_source(spec, config)
-        lowered = lower_model(
-            source,
-            config.compile,
-            sm=hardware.sm,
-            timer=Timer(say),
-            record=Record(),
-            csrc=True if absent else None,
-        )
+        source, lowered, _ = lowered_model(spec, config, say, Record())
         works = [step_work(lowered, source.outside, step) for step in steps]
     return artifact_label(spec, config), works

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..config.weight_format import StoredFormat, why_not_stored
+from ..config.weight_format import StoredFormat, why_not_experts
 from .layers import Linear
 from .quant.scheme import QuantFormat
 from .sharding import ShardRule
@@ -61,7 +61,7 @@ class ExpertLinear(nn.Module):
             ValueError: the weight of ``one`` is stored in a format that experts cannot have.
         """
         super().__init__()
-        if isinstance(one.quant, StoredFormat) and (reason := why_not_stored(one.quant)):
+        if isinstance(one.quant, StoredFormat) and (reason := why_not_experts(one.quant)):
             raise ValueError(f"weights of experts cannot be {one.quant.name!r}: {reason}")
         self.quant = one.quant
         self.num_experts, self.whole, self.first = num_experts, whole, 0

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ..config import UserError, outside_key
 from ..config.rope import RopeParameters
 from ..config.routing import Routing
-from ..config.weight_format import StoredFormat, why_not_stored
+from ..config.weight_format import StoredFormat, why_not_experts
 from .cache_spec import (
     KV_PAIRS,
     KVCacheSpec,
@@ -261,7 +261,7 @@ class ModelSpec:
     def why_not_stored(self, linear: str, form: StoredFormat) -> str:
         """Why a rank's weight of one of ``linears``, and the parts that are merged in it, are not
         made of whole elements and units of a format; "" if they are."""
-        if self.of_experts(linear) and (why := why_not_stored(form)):
+        if self.of_experts(linear) and (why := why_not_experts(form)):
             return f"{linear} would be {form.name!r}, which kernels of experts do not read: {why}"
         for name, tensor in form.tensors.items():
             for rows in self.part_rows(linear):

@@ -27,7 +27,7 @@ _KINDS = {
     "static": (("FP8 static",),),
     "dynamic": (("FP8 token",), ("FP8 group",)),
     "int8_static": (("int8 static",),),
-    "int8_dynamic": (("int8 token",), ("int8 group",)),
+    "int8_dynamic": (("int8 token",),),
 }
 _BLOCKS = "the scale follows from values that several blocks of the kernel compute"
 _HIDDEN = "the norm that follows adds at no cost, while the next weights are read"

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ...config.weight_format import STORED_FORMATS
+from ...config.weight_format import STORED_FORMATS, why_not_words
 from ..core.launch import Launches, run_all
 from ..core.target import Target
-from ..launches.linear_lowbit import AddedNorm, LowBit, linear, linear_add, why_not
+from ..launches.linear_lowbit import AddedNorm, LowBit, linear, linear_add
 from ..linear import packed
 from ..linear.csrc import streamable
 from ..linear.desc import LinearDesc
@@ -29,7 +29,7 @@ def why_not_read(weight_format: str, in_features: int) -> str:
     """Why a layer of a stored format is in no chain, or an empty string."""
     if own := ADMITTED.get(weight_format):
         return f"{own[0].name} reads it"
-    return why_not(STORED_FORMATS[weight_format], in_features)
+    return why_not_words(STORED_FORMATS[weight_format], in_features)
 
 
 def _never(stages: tuple[Any, ...]) -> str:

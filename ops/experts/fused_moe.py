@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...config.weight_format import STORED_FORMATS, why_not_stored
+from ...config.weight_format import STORED_FORMATS, why_not_experts
 from ..core.desc import Case, Cost, Draw, OpDesc, Tolerance, drawn
 from ..core.float8 import E4M3
 from ..core.gate import Gate, spelled
@@ -21,7 +21,6 @@ from ..core.launch import Launches, run_all
 from ..core.op import Implementation, SemanticOp, on_gpu, parameters_of, signed
 from ..core.target import Target
 from ..launches import experts as plans, route as route_plans
-from ..launches.stored import why_not_words
 from ..linear.cases import GATED
 from ..linear.formats import quantize
 from ..linear.linear import OP as LINEAR
@@ -137,11 +136,9 @@ def supports_call(call: Call, desc: OpDesc) -> str:
     if call.quantizes_x and (reason := refuses_device(desc)):
         return reason
     form, inner = STORED_FORMATS.get(call.weight_format or ""), call.gate_up.shape[1] // 2
-    widths = (call.x.shape[1], inner)
-    if reason := why_not_stored(form) or next(
-        filter(None, (why_not_words(form, k) for k in widths)), ""
-    ):
-        return reason
+    for width in (call.x.shape[1], inner) if form else ():
+        if reason := why_not_experts(form, width):
+            return reason
     if call.num_experts > plans.MOST_EXPERTS:
         return f"{call.num_experts} experts > {plans.MOST_EXPERTS}: their offsets are one tile"
     return route_plans.too_many(call.num_routed)

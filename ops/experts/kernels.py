@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...config.expert_tables import ExpertShape, ExpertTile
-from ...config.weight_format import why_not_stored
+from ...config.weight_format import why_not_experts
 from ..core.choice import Choice, launched
 from ..core.desc import TensorDesc
 from ..core.device_table import expert_table, expert_tiles
@@ -25,7 +25,6 @@ from ..core.launch import Launches, run_launches
 from ..core.target import Target, here
 from ..launches import experts as plans
 from ..launches.experts import Sorted
-from ..launches.stored import why_not_words
 from ..linear.desc import LinearDesc, describe
 from ..linear.kernels import LinearKernel, select
 from ..norm.gated_act import ACTIVATIONS
@@ -123,7 +122,7 @@ def share_chosen(num_tokens: Any, top_k: Any, experts: Any) -> Any:
 def why_not_read(desc: LinearDesc) -> str:
     """Why Triton's kernel does not read weights of this format, or nothing."""
     form = desc.format.stored
-    return why_not_stored(form) or why_not_words(form, desc.in_features)
+    return "" if form is None else why_not_experts(form, desc.in_features)
 
 
 def _slots_refuse(desc: LinearDesc, rows: int, target: Target) -> str:

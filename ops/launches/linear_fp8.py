@@ -6,7 +6,7 @@ Tiles follow from rows and columns as measured, splits from a rule.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from ..core.tiles import cdiv, dense_rows, next_power_of_2
 
 # Row tiles walked before the next column tile, so that weight tiles stay in L2.
 _GROUP_M = 8
-# Lines of each row of a weight tile that are fetched into L2 while the kernel ahead still runs.
 _LINES_AHEAD = 4
 
 
@@ -100,6 +99,58 @@ def splits_of(tile: Tile, m: int, n: int, k: int) -> int:
     return max(min(num_sms(torch.device("meta")) * tile.an_sm // tiles, most), 1)
 
 
+@dataclass(frozen=True)
+class Tiling:
+    """What the launch of a tiled GEMM has beside its operands: the grid, the kernel's last
+    arguments, and constants.  ``fixed`` are the launch's warps and stages."""
+
+    grid: tuple[int]
+    args: dict[str, Any]
+    constexprs: dict[str, Any]
+    fixed: dict[str, int]
+
+
+def tiling(
+    tile: Tile,
+    sizes: tuple[int, int, int],
+    device: torch.device,
+    *,
+    splits: int,
+    lines_ahead: int,
+    sums: torch.dtype = torch.float32,
+) -> Tiling:
+    """The tiles of a GEMM of ``sizes`` (rows, columns, depth), of which each is made by ``splits``
+    programs, with the memory for their sums of a dtype.  ``lines_ahead``: lines of each row of a
+    weight tile that are fetched into L2 while the kernel ahead still runs."""
+    m, n, k = sizes
+    tiles = cdiv(m, tile.rows) * cdiv(n, tile.columns)
+    arrived, partial = counters(device), None  # asked for always: a capture may come next
+    if splits > 1:
+        numel = tiles * splits * tile.rows * tile.columns
+        partial = torch.empty(numel, dtype=sums, device=device)
+    return Tiling(
+        (tiles * splits,),
+        {
+            "partial_ptr": partial,
+            "counter_ptr": None if partial is None else arrived,
+            "M": m,
+            "N": n,
+            "K": k,
+            "splits": splits,
+        },
+        {
+            "SWAPPED": tile.swapped,
+            "WHOLE_STEPS": k % tile.depth == 0,
+            "GROUP_M": _GROUP_M,
+            "BLOCK_M": tile.rows,
+            "BLOCK_N": tile.columns,
+            "BLOCK_K": tile.depth,
+            "AHEAD": lines_ahead,
+        },
+        {"num_warps": tile.warps, "num_stages": tile.stages},
+    )
+
+
 def _row_stride(scheme: str, x_scale: Tensor, m: int) -> int:
     """Steps to the next row's scale: none if all rows share one.  That of a single row is
     arbitrary: 1, as if there were more rows."""
@@ -128,15 +179,11 @@ def linear_fp8(
     out = torch.empty((m, n), dtype=out_dtype, device=x.device)
     tile = _invariant_tile(m) if invariant else tile_of(scheme, m, n, x.dtype)
     splits = 1 if invariant else splits_of(tile, m, n, k)
-    tiles = cdiv(m, tile.rows) * cdiv(n, tile.columns)
-    arrived, partial = counters(x.device), None  # asked for always: a capture may come next
-    if splits > 1:
-        numel = tiles * splits * tile.rows * tile.columns
-        sums = torch.int32 if x.dtype == torch.int8 else torch.float32
-        partial = torch.empty(numel, dtype=sums, device=x.device)
+    sums = torch.int32 if x.dtype == torch.int8 else torch.float32
+    how = tiling(tile, (m, n, k), x.device, splits=splits, lines_ahead=_LINES_AHEAD, sums=sums)
     launch = Launch(
         kernel="linear_fp8:_linear_fp8_kernel",
-        grid=(tiles * splits,),
+        grid=how.grid,
         args={
             "x_ptr": x,
             "x_stride": x.stride(0),
@@ -149,25 +196,10 @@ def linear_fp8(
             "weight_scale_row": weight_scale.shape[1],
             "bias_ptr": bias,
             "out_ptr": out,
-            "partial_ptr": partial,
-            "counter_ptr": None if partial is None else arrived,
-            "M": m,
-            "N": n,
-            "K": k,
-            "splits": splits,
+            **how.args,
         },
-        constexprs={
-            "SCHEME": scheme,
-            "SWAPPED": tile.swapped,
-            "WHOLE_STEPS": k % tile.depth == 0,
-            "GROUP_M": _GROUP_M,
-            "BLOCK_M": tile.rows,
-            "BLOCK_N": tile.columns,
-            "BLOCK_K": tile.depth,
-            "AHEAD": _LINES_AHEAD,
-        },
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        constexprs={"SCHEME": scheme, **how.constexprs},
+        **how.fixed,
         dynamic=("M", "splits", "x_scale_group_stride"),
     )
     return [launch], out

@@ -1,29 +1,22 @@
-"""Describes the launches of GEMMs by low-bit weights.
-
-``why_not`` says which stored formats the kernels read: those whose integers lie in words along the
-columns of each row.  Tiles and splits follow from rows, columns and groups.
+"""Describes the launches of GEMMs by low-bit weights, of formats that ``why_not_words``
+(``config/weight_format.py``) admits.  Tiles and splits follow from rows, columns and groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...config.weight_format import E2M1, StoredFormat, StoredTensor
-from ..core.counters import counters
+from ...config.weight_format import StoredFormat, StoredTensor
 from ..core.launch import Launch, Launches
 from ..core.tiles import cdiv, dense_rows, next_power_of_2
-from .linear_fp8 import Tile, splits_of
+from .linear_fp8 import Tile, splits_of, tiling
+from .stored import bits_of, kind_of, offset_of
 
-# Row tiles walked before the next column tile, so that weight tiles stay in L2.
-_GROUP_M = 8
-# Lines of each row of a weight tile that are fetched into L2 while the kernel ahead still runs.
 _LINES_AHEAD = 2
-_BITS = (4, 8)
 # By most rows of x.  None of these tiles has run on a GPU; their shapes are those of the FP8 GEMM.
 _TILES = {
     8: Tile(8, 64, 128, stages=6, swapped=True, least_steps=4, an_sm=3),
@@ -71,9 +64,7 @@ class LowBit:
     def operands(self) -> dict[str, Any]:
         """The kernels' arguments of the weight."""
         words = self.weight if self.weight.itemsize == 4 else self.weight.view(torch.int32)
-        scale, zero = self.scale, self.zero
-        if scale.dtype == torch.float8_e8m0fnu:
-            scale = scale.view(torch.uint8)
+        scale, zero = bits_of(self.scale), self.zero
         row, group = _strides(self.stored.scale, scale)
         zero_row, zero_group = (None, None)
         if zero is not None and self.stored.zero is not None:
@@ -93,13 +84,12 @@ class LowBit:
     def constants(self) -> dict[str, Any]:
         """What the format fixes in the kernels' code."""
         stored, weight = self.stored, self.stored.weight
-        kind = "e2m1" if stored.values else "signed" if weight.signed else "unsigned"
         return {
             "ZERO_OFFSET": float(stored.zero_offset),
             "FIELDS": _fields(weight),
             "BITS": weight.bits,
-            "KIND": kind,
-            "OFFSET": 0 if stored.zero or stored.values else stored.offset,
+            "KIND": kind_of(stored),
+            "OFFSET": offset_of(stored),
             "GROUP": stored.scale.unit[1] or self.shape[1],
         }
 
@@ -142,32 +132,6 @@ def _fields(weight: StoredTensor) -> int:
     columns = range(32 // weight.bits)
     fields = [c // an_element * an_element + order.index(c % an_element) for c in columns]
     return sum(field << (4 * column) for column, field in enumerate(fields))
-
-
-def why_not(stored: StoredFormat, in_features: int) -> str:
-    """Why the kernels do not read weights of a format with so many columns; "" if they do."""
-    return next(_reasons(stored, in_features), "")
-
-
-def _reasons(stored: StoredFormat, in_features: int) -> Iterator[str]:
-    weight, group = stored.weight, stored.scale.unit[1]
-    a_word = 32 // weight.bits
-    if stored.x_dtype:
-        yield f"x is quantized to {stored.x_dtype}: reads floating-point x"
-    if weight.bits not in _BITS:
-        yield f"{weight.bits} bits a number: reads {' or '.join(map(str, _BITS))}"
-    if weight.dtype not in ("int8", "uint8", "int32"):
-        yield f"the weight is of {weight.dtype}: reads bytes or words of 32 bits"
-    if weight.transposed or (weight.packing and weight.packing.along != "columns"):
-        yield "a row's neighbours are not side by side in memory"
-    if stored.values and tuple(stored.values) != E2M1:
-        yield "the values of its integers are not those of E2M1"
-    if in_features % a_word or group % a_word:
-        yield f"in_features {in_features} in groups of {group}: expected multiples of {a_word}"
-    if stored.scale.unit[0] != 1:
-        yield f"{stored.scale.unit[0]} rows share a scale, expected 1"
-    if stored.zero is not None and stored.zero.packing is not None:
-        yield "zero points are packed"
 
 
 def tile_of(m: int, itemsize: int) -> Tile:
@@ -232,47 +196,31 @@ def _launch(
     tile = _INVARIANT if invariant and narrow else tile_of(m, x.dtype.itemsize)
     by_field = m <= _BY_FIELD_ROWS and not invariant and narrow
     splits = 1 if invariant else splits_of(tile, m, n, k)
-    tiles = cdiv(m, tile.rows) * cdiv(n, tile.columns)
-    arrived, partial = counters(x.device), None  # asked for always: a capture may come next
-    if splits > 1:
-        numel = tiles * splits * tile.rows * tile.columns
-        partial = torch.empty(numel, dtype=torch.float32, device=x.device)
+    how = tiling(tile, (m, n, k), x.device, splits=splits, lines_ahead=_LINES_AHEAD)
     group = constants["GROUP"]
     scaling = "sums" if group == k else "words" if group % tile.depth else "numbers"
     if scaling == "numbers" and by_field:  # few sums, which are rounded less
         scaling = "steps"
     return Launch(
         kernel="lowbit:_linear_lowbit_kernel",
-        grid=(tiles * splits,),
+        grid=how.grid,
         args={
             "x_ptr": rows,
             "x_stride": rows.stride(0) if m > 1 else k,
             **weight.operands(),
             **more,
-            "partial_ptr": partial,
-            "counter_ptr": None if partial is None else arrived,
-            "M": m,
-            "N": n,
-            "K": k,
-            "splits": splits,
+            **how.args,
         },
         constexprs={
             **constants,
             "SCALING": scaling,
             "ACTIVATION": activation,
             "GATES": activation in ("silu", "gelu_tanh"),
-            "SWAPPED": tile.swapped,
             "BY_FIELD": by_field,
-            "WHOLE_STEPS": k % tile.depth == 0,
             "SQUARES": next_power_of_2(more["norm_parts"] or 1),
-            "GROUP_M": _GROUP_M,
-            "BLOCK_M": tile.rows,
-            "BLOCK_N": tile.columns,
-            "BLOCK_K": tile.depth,
-            "AHEAD": _LINES_AHEAD,
+            **how.constexprs,
         },
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        **how.fixed,
         dynamic=("M", "splits"),
     )
 

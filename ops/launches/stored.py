@@ -14,27 +14,29 @@ from ...config.weight_format import StoredFormat
 from ..core.tiles import next_power_of_2
 
 
-def why_not_words(form: StoredFormat | None, columns: int) -> str:
-    """Why the kernels do not read rows of so many columns in a format, or nothing."""
-    if form is None or columns % (32 // form.weight.bits) == 0:
-        return ""
-    return f"{columns} columns of {form.name} are no whole words of 32 bits"
+def kind_of(form: StoredFormat) -> str:
+    """What the kernels make numbers of: "e2m1", "signed" or "unsigned" integers."""
+    return "e2m1" if form.values else "signed" if form.weight.signed else "unsigned"
+
+
+def offset_of(form: StoredFormat) -> int:
+    """What the kernels take from every integer, of a format without zero points."""
+    return 0 if form.zero or form.values else form.offset
 
 
 def stored_constexprs(form: StoredFormat | None, columns: int) -> dict[str, Any]:
     """The constants of a kernel that reads weights [rows, columns] in a format.
 
-    STORED: "e2m1", "signed" or "unsigned" integers; None for weights that are not stored so.
-    BITS: of a number.  GROUP: columns that share a scale.  OFFSET: is taken from every integer.
+    STORED: ``kind_of``; None for weights that are not stored so.  BITS: of a number.  GROUP:
+    columns that share a scale.  OFFSET: ``offset_of``.
     """
     if form is None:
         return {"STORED": None, "BITS": 0, "GROUP": 1, "OFFSET": 0}
-    kind = "e2m1" if form.values else "signed" if form.weight.signed else "unsigned"
     return {
-        "STORED": kind,
+        "STORED": kind_of(form),
         "BITS": form.weight.bits,
         "GROUP": form.scale.unit[1] or next_power_of_2(columns),
-        "OFFSET": form.offset,
+        "OFFSET": offset_of(form),
     }
 
 

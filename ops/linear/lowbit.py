@@ -12,7 +12,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...config.weight_format import STORED_FORMATS
+from ...config.weight_format import STORED_FORMATS, why_not_words
 from ..core.device_table import most_rows
 from ..core.launch import Launches, run_all
 from ..core.target import Target
@@ -31,7 +31,7 @@ def why_not_read(desc: LinearDesc) -> str:
         return "its weight is not stored in a format of its own"
     if desc.groups > 1 or desc.prologue or desc.add:
         return "multiplies, adds a bias and activates, nothing else"
-    return launches.why_not(desc.format.stored, desc.in_features)
+    return why_not_words(desc.format.stored, desc.in_features)
 
 
 def _rows(desc: LinearDesc) -> int:

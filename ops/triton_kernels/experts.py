@@ -217,11 +217,11 @@ def _load_weight(
             factors = scales_in_float32(scales)
         else:  # an exponent of 0 is no 0
             factors = tl.where(inside, scales_in_float32(scales), 0.0)
-        zeros = OFFSET * 1.0
+        zeros = None
         if ZEROS:
-            zeros = tl.load(zeros_at[:, None] + groups[None, :], mask=inside, other=other)
-            zeros = zeros.to(tl.float32)
-        loaded = numbers_of(words, zeros, factors, 0x76543210, BITS, STORED, dtype)
+            at = zeros_at[:, None] + groups[None, :]
+            zeros = tl.load(at, mask=inside, other=other).to(tl.float32)
+        loaded = numbers_of(words, zeros, factors, 0x76543210, BITS, STORED, dtype, OFFSET)
     return loaded
 
 

@@ -40,6 +40,23 @@ def first_of_tile(tile, M, N, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOC
 
 
 @triton.jit
+def place_of_program(
+    partial_ptr, splits, steps, M, N, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """(tile, split, rows, first column, first step, step behind the last) of this program: with
+    ``partial_ptr``, ``splits`` programs share the steps of a tile."""
+    tile, split, first, last = tl.program_id(0), 0, 0, steps
+    if partial_ptr is not None:
+        split = tile % splits
+        tile = tile // splits
+        first = steps * split // splits
+        last = steps * (split + 1) // splits
+    first_row, first_col = first_of_tile(tile, M, N, GROUP_M, BLOCK_M, BLOCK_N)
+    return tile, split, first_row + tl.arange(0, BLOCK_M), first_col, first, last
+
+
+@triton.jit
 def sum_of_splits(
     total,
     tile,
@@ -102,21 +119,14 @@ def _linear_fp8_kernel(
     AHEAD: lines of 128 bytes of each row of a weight tile that are fetched into L2 while the kernel
     ahead still runs.
     """
-    tile, split = tl.program_id(0), 0
-    if partial_ptr is not None:
-        split = tile % splits
-        tile = tile // splits
-    first_row, first_col = first_of_tile(tile, M, N, GROUP_M, BLOCK_M, BLOCK_N)
-    rows = first_row + tl.arange(0, BLOCK_M)
+    steps = tl.cdiv(K, BLOCK_K)
+    tile, split, rows, first_col, first, last = place_of_program(
+        partial_ptr, splits, steps, M, N, GROUP_M, BLOCK_M, BLOCK_N
+    )
     cols = first_col + tl.arange(0, BLOCK_N)
     # Rows and columns outside are read as the last ones, and not written.
     read_rows = tl.minimum(rows, M - 1)
     weight_rows = weight.ptr + tl.minimum(cols, N - 1).to(tl.int64)[:, None] * weight.stride
-    steps = tl.cdiv(K, BLOCK_K)
-    first, last = 0, steps
-    if partial_ptr is not None:
-        first = steps * split // splits
-        last = steps * (split + 1) // splits
     if PROGRAMMATIC:
         line = tl.minimum(first * BLOCK_K + tl.arange(0, AHEAD) * 128, K - 1)
         prefetch(weight_rows + line[None, :])

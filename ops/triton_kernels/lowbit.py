@@ -19,7 +19,7 @@ import triton.language as tl
 from .activation import gated, plain
 from .dependent import prefetch, wait_for_previous
 from .groups import Added, Normed, Rows, Scales
-from .linear_fp8 import first_of_tile, sum_of_splits
+from .linear_fp8 import place_of_program, sum_of_splits
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -217,12 +217,9 @@ def _linear_lowbit_kernel(
     """
     PER_WORD: tl.constexpr = 32 // BITS
     WORDS: tl.constexpr = BLOCK_K // PER_WORD
-    tile, split = tl.program_id(0), 0
-    if partial_ptr is not None:
-        split = tile % splits
-        tile = tile // splits
-    first_row, first_col = first_of_tile(tile, M, N, GROUP_M, BLOCK_M, BLOCK_N)
-    rows = first_row + tl.arange(0, BLOCK_M)
+    tile, split, rows, first_col, first, last = place_of_program(
+        partial_ptr, splits, tl.cdiv(K, BLOCK_K), M, N, GROUP_M, BLOCK_M, BLOCK_N
+    )
     cols = first_col + tl.arange(0, BLOCK_N)
     # Rows and columns outside are read as the last ones, and not written.
     read_rows = tl.minimum(rows, M - 1).to(tl.int64)
@@ -231,11 +228,6 @@ def _linear_lowbit_kernel(
         of_weight = of_weight % 2 * (N // 2) + of_weight // 2
     read_cols = of_weight.to(tl.int64)
     weight_rows = weight.ptr + read_cols[:, None] * weight.stride
-    steps = tl.cdiv(K, BLOCK_K)
-    first, last = 0, steps
-    if partial_ptr is not None:
-        first = steps * split // splits
-        last = steps * (split + 1) // splits
     if PROGRAMMATIC:
         line = tl.minimum(first * WORDS + tl.arange(0, AHEAD) * 32, K // PER_WORD - 1)
         prefetch(weight_rows + line[None, :])

@@ -12,7 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusewright.config.weight_format import STORED_FORMATS, Packing, StoredFormat, StoredTensor
+from fusewright.config.weight_format import (
+    STORED_FORMATS,
+    Packing,
+    StoredFormat,
+    StoredTensor,
+    why_not_words,
+)
 from fusewright.ops import BY_NAME
 from fusewright.ops.chain.chain import CHAIN, CUDA, KERNELS
 from fusewright.ops.chain.kernels import covered, lay, part_at
@@ -24,14 +30,14 @@ from fusewright.ops.launches import linear_lowbit as launches
 from fusewright.ops.linear import lowbit
 from fusewright.ops.linear.desc import LinearDesc
 from fusewright.ops.linear.formats import WEIGHT_FORMATS, WeightFormat, dequantize, pack, quantize
-from fusewright.ops.linear.kernels import DEQUANTIZING, LOW_BIT, LOW_BIT_ONCE, select
+from fusewright.ops.linear.kernels import DEQUANTIZING, INT8, LOW_BIT, LOW_BIT_ONCE, select
 
 # The interpreter's numpy says aloud what hardware does in silence.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
 
 OP = BY_NAME["linear"]
 H200 = Target(torch.device("meta"), 90, csrc=True)
-FORMATS = [*STORED_FORMATS]
+FORMATS = [name for name, form in STORED_FORMATS.items() if not form.x_dtype]
 CPU = torch.device("cpu")
 # Rows on either side of each tile's bound, odd sizes, depths that are no whole steps, one group.
 SHAPES = [(1, 40, 128), (3, 70, 384), (16, 64, 256), (17, 66, 640), (33, 130, 128), (70, 64, 192)]
@@ -176,8 +182,14 @@ def test_a_format_is_known_by_its_data(words_of_32: StoredFormat, device: torch.
     [
         ({"x_dtype": "float8_e4m3fn"}, "x is quantized to float8_e4m3fn"),
         ({"values": tuple(map(float, range(16)))}, "the values of its integers"),
-        ({"weight": StoredTensor(("w",), "uint8", packing=Packing(2))}, "2 bits a number"),
-        ({"weight": StoredTensor(("w",), "int64", packing=Packing(4))}, "the weight is of int64"),
+        (
+            {"weight": StoredTensor(("w",), "uint8", packing=Packing(2))},
+            "2 bits in uint8: reads 4 or 8",
+        ),
+        (
+            {"weight": StoredTensor(("w",), "int64", packing=Packing(4))},
+            "4 bits in int64: reads 4 or 8",
+        ),
         ({"weight": StoredTensor(("w",), "uint8", transposed=True)}, "not side by side"),
         ({"weight": StoredTensor(("w",), "int32", packing=Packing(4, "rows"))}, "not side by side"),
         ({"scale": StoredTensor(("s",), "float32", (1, 4))}, "in groups of 4: expected multiples"),
@@ -190,8 +202,8 @@ def test_a_format_is_known_by_its_data(words_of_32: StoredFormat, device: torch.
 )
 def test_what_is_not_read_has_a_reason(changes: dict[str, Any], reason: str) -> None:
     plain = replace(STORED_FORMATS["int4_g32"], name="changed")
-    assert launches.why_not(plain, 256) == ""
-    assert reason in launches.why_not(replace(plain, **changes), 256)
+    assert why_not_words(plain, 256) == ""
+    assert reason in why_not_words(replace(plain, **changes), 256)
 
 
 def test_rows_choose_the_kernel() -> None:
@@ -204,6 +216,29 @@ def test_rows_choose_the_kernel() -> None:
     assert select(desc, 1, Target(CPU)).kernel is DEQUANTIZING
     odd = replace(desc, weight_format="int4_channel", in_features=4094)
     assert "expected multiples of 8" in dict(select(odd, 1, H200).refused)[LOW_BIT.name]
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("m", [1, 8, 40])
+def test_sums_of_int8_are_exact(m: int, static: bool, device: torch.device) -> None:
+    """Also those of programs that share the depth of a tile; scales are powers of two."""
+    n, k = 72, 2 * 14 * 256
+    x = torch.randint(-15, 16, (m, k), device=device, dtype=torch.int8)
+    weight = torch.randint(-15, 16, (n, k), device=device, dtype=torch.int8)
+    x_scale = 2.0 ** -torch.randint(4, 8, (1 if static else m, 1), device=device).float()
+    scale = 2.0 ** -torch.randint(4, 8, (n, 1), device=device).float()
+    name = "w8a8_int8_static" if static else "w8a8_int8"
+    how = (torch.float32, None, None, None, name)
+    got = OP.overload("triton")(x, weight, None, x_scale, scale, *how)
+    assert torch.equal(got.double(), x.double() @ weight.double().T * x_scale * scale.T)
+
+
+def test_int8_is_multiplied_by_one_kernel_at_any_rows() -> None:
+    desc = LinearDesc("w8a8_int8", torch.bfloat16, 4096, 4096, activation="silu", bias=True)
+    assert {select(desc, rows, H200).kernel for rows in (1, 256, 8192)} == {INT8}
+    assert select(desc, 1, Target(CPU)).kernel is DEQUANTIZING
+    refused = dict(select(replace(desc, weight_format="int8_channel"), 1, H200).refused)
+    assert "x is not int8" in refused[INT8.name]
 
 
 def test_words_that_are_not_aligned_are_left_to_others() -> None:
