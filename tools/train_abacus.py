@@ -3,11 +3,11 @@
     PYTHONPATH=build/pkgroot python tools/train_abacus.py --out DIR   # minutes on one H200
     ... --model abacus-moe --out DIR --steps 800 --batch 512 --pool 420000 --lr 6e-4 --warmup 40 \
         --average 0.99
-    ... --model abacus-draft --out DIR --steps 3000 --batch 512 --pool 1000000 --lr 4e-3 \
-        --warmup 100 --average 0.995
+    ... --model abacus-draft --out DIR --steps 4000 --batch 1024 --pool 1200000 --lr 4e-3 \
+        --warmup 200 --average 0.998 --max-seconds 55
 
 The second took 50 minutes of a CPU core that multiplies bfloat16, since it begins with abacus's
-weights: see upcycle.py.  The third drafts for abacus.
+weights: see upcycle.py.  The third drafts for abacus; an H200 took a minute.
 
 Problems are generated and encoded up front by all cores, then the pool stays on the device. The
 model computes as it is served: every step rounds the float32 master weights to bfloat16 and

@@ -1,7 +1,7 @@
 """Trains the EAGLE-3 head of abacus, and writes it as a Hugging Face folder.
 
     PYTHONPATH=build/pkgroot python tools/train_abacus_head.py --out DIR --steps 1500 --batch 1024 \
-        --pool 800000 --lr 3e-3 --warmup 60 --average 0.99   # half a minute on one GPU
+        --pool 800000 --lr 3e-3 --warmup 60 --average 0.99 --max-seconds 38   # on an H200
 
 The head learns the answers that abacus was trained on, which are what abacus writes.  As in the
 paper (Li et al., 2025, section 3.1), it is trained on what it meets when it drafts: draft s + 1

@@ -90,17 +90,16 @@ class CapturedModel(nn.Module):
         # Bounds that show in the graph: what is computed of positions alone becomes a table.
         positions = positions.clamp(0, spec.max_position_embeddings - 1)
         short = self.one_of_each_kind
+
+        def keep(hidden: Tensor) -> None:
+            attend.after(spec.num_layers)
+            keep_hidden(hidden, spec, BEHIND_NORM, attention)
+
         once = short.running(attend) if short else nullcontext()
         kept = keeping(spec, self.library, attend, attention)
         with self.spread.in_place(self.first_id), once, kept:
-            return run(
-                self.library,
-                inputs,
-                positions,
-                attend,
-                attention.query_start_loc,
-                lambda hidden: keep_hidden(hidden, spec, BEHIND_NORM, attention),
-            )
+            loc = attention.query_start_loc
+            return run(self.library, inputs, positions, attend, loc, keep)
 
 
 def run(

@@ -21,7 +21,8 @@ def keeping(
     spec: ModelSpec, library: nn.Module, attend: PagedAttention, inputs: AttentionInputs
 ) -> Iterator[None]:
     """Let a model that is called in the block store the hidden states of ``spec.kept`` that lie
-    between its layers: behind the layer's attention, where no chain of linear layers is cut."""
+    between its layers: behind the layer's attention, where no chain of linear layers is cut.  Those
+    of the last layer wait for ``attend.after(spec.num_layers)``."""
     assert spec.captured is not None
     places = [place for place in spec.kept if 0 <= place <= spec.num_layers]
     if not places:
@@ -44,7 +45,6 @@ def keeping(
 
     def behind(module: nn.Module, args: Any, out: Any) -> None:
         note(spec.num_layers, out)
-        keep(spec.num_layers)
 
     hooks = [
         layers[-1].register_forward_hook(behind)
