@@ -56,7 +56,7 @@ def _check_speculative(options: EngineOptions) -> None:
     asked = read_speculative(options.speculative_config)
     if asked is None:
         return
-    check_rows(asked, options.max_num_seqs, options.cudagraph_capture_sizes or ())
+    check_rows(asked, options.max_num_batched_tokens, options.cudagraph_capture_sizes or ())
     quantization = asked.quantization
     known = ("fp8", "fp8_block", "fp8_static", *STORED_FORMATS)
     if quantization is not None and quantization not in known:

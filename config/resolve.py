@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from . import gates
-from .capture_sizes import capture_sizes, launch_bound_tokens
+from .capture_sizes import capture_sizes, launch_bound_tokens, most_rows
 from .check import check_limits, check_options, forced_kernels, level_of
 from .device_table import DeviceTable, shipped, tables_for
 from .errors import UserError
@@ -199,7 +199,7 @@ def _capture(
         # Sums over ranks have not been captured for as many tokens.
         ranks = options.tensor_parallel_size * options.pipeline_parallel_size
         larger = mode.piecewise and ranks == 1
-        sizes = capture_sizes(scheduler.max_num_seqs, launch_bound if larger else 0)
+        sizes = capture_sizes(scheduler.max_num_rows, launch_bound if larger else 0)
     elif mode is CudagraphMode.NONE:
         raise UserError(
             f"cudagraph_capture_sizes with device {hardware.device}: nothing is captured; drop it"
@@ -221,9 +221,14 @@ def _scheduler(options: EngineOptions, hardware: Hardware, max_model_len: int) -
         tokens = max(_DEFAULT_BATCHED_TOKENS[hardware.device], seqs)
         if not options.enable_chunked_prefill:
             tokens = max(tokens, max_model_len)
+    tokens = min(tokens, seqs * max_model_len)
+    speculative = read_speculative(options.speculative_config)
+    num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
+    sizes = options.cudagraph_capture_sizes or ()
     return SchedulerConfig(
         max_num_seqs=seqs,
-        max_num_batched_tokens=min(tokens, seqs * max_model_len),
+        max_num_rows=most_rows(seqs, num_drafts, tokens, sizes),
+        max_num_batched_tokens=tokens,
         enable_chunked_prefill=options.enable_chunked_prefill,
         long_prefill_token_threshold=options.long_prefill_token_threshold,
         max_num_mixed_tokens=options.max_num_mixed_tokens or 0,
@@ -231,5 +236,5 @@ def _scheduler(options: EngineOptions, hardware: Hardware, max_model_len: int) -
         policy=options.scheduling_policy,
         prefix_caching=options.enable_prefix_caching,
         async_scheduling=options.async_scheduling,
-        speculative=read_speculative(options.speculative_config),
+        speculative=speculative,
     )

@@ -135,6 +135,8 @@ class CaptureConfig:
 @dataclass(frozen=True)
 class SchedulerConfig:
     max_num_seqs: int = field(metadata=outside_key("compiled code serves any number of sequences"))
+    max_num_rows: int = field(metadata=outside_key("compiled code serves any number of sequences"))
+    """Most sequences of a step, of which a decode with drafts is several."""
     max_num_batched_tokens: int = field(
         metadata=outside_key("compiled code serves any number of tokens")
     )

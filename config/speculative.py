@@ -248,11 +248,13 @@ def _wrong(name: str, value: Any, expected: str) -> UserError:
     return UserError(f"speculative_config: {name}={value!r}: expected {expected}")
 
 
-def check_rows(config: SpeculativeConfig, max_num_seqs: int | None, sizes: tuple[int, ...]) -> None:
-    """Refuse more drafts than a step has rows for.
+def check_rows(
+    config: SpeculativeConfig, max_num_tokens: int | None, sizes: tuple[int, ...]
+) -> None:
+    """Refuse more drafts than a step has rows for, each of which is a token.
 
     Args:
-        max_num_seqs: most rows of a step; None: not known yet.
+        max_num_tokens: most tokens of a step; None: not known yet.
         sizes: the captured numbers of rows; empty: those are chosen by the rows.
 
     Raises:
@@ -260,10 +262,10 @@ def check_rows(config: SpeculativeConfig, max_num_seqs: int | None, sizes: tuple
     """
     count = config.num_speculative_tokens
     name = f"speculative_config: num_speculative_tokens={count}"
-    if max_num_seqs is not None and count + 1 > max_num_seqs:
+    if max_num_tokens is not None and count + 1 > max_num_tokens:
         raise UserError(
-            f"{name}: a request with {count} drafts is {count + 1} rows, and max_num_seqs="
-            f"{max_num_seqs}; draft {max_num_seqs - 1} at most, or raise max_num_seqs"
+            f"{name}: a request with {count} drafts is {count + 1} rows, and "
+            f"max_num_batched_tokens={max_num_tokens}; draft {max_num_tokens - 1} at most, or raise it"
         )
     if sizes and count + 1 > max(sizes):
         raise UserError(

@@ -53,6 +53,6 @@ def recompile(engine: Engine, passes: Sequence[str], progress: Progress) -> Reco
     program = compiled.program
     program.bind(dict(zip(cache_names(engine.spec), engine.kv_caches, strict=True)))
     mode = graph_mode(config.capture.mode, program, hardware)
-    dispatcher = Dispatcher(mode, config.capture.sizes, config.scheduler.max_num_seqs)
+    dispatcher = Dispatcher(mode, config.capture.sizes, config.scheduler.max_num_rows)
     graphs = make_graphs(program, engine.buffers, dispatcher, config)
     return Recompiled(engine.runner.with_graphs(graphs), compiled)

@@ -34,6 +34,8 @@ class StepLimits:
             ``max_num_batched_tokens``.
         max_step_s: longest time of a step with decodes, in seconds, as far as prompts decide; 0: no
             bound.  See ``StepPace``.
+        max_num_rows: most rows of a step, with those of drafts and of scored prompts, which are
+            several of a request; 0: ``max_num_seqs``.
     """
 
     max_num_seqs: int
@@ -43,6 +45,7 @@ class StepLimits:
     long_prefill_token_threshold: int = 0
     max_num_mixed_tokens: int = 0
     max_step_s: float = 0.0
+    max_num_rows: int = 0
 
     def __post_init__(self) -> None:
         numbers = self.max_num_seqs, self.max_num_batched_tokens, self.max_model_len
@@ -53,6 +56,11 @@ class StepLimits:
                 f"max_num_batched_tokens={self.max_num_batched_tokens} < max_model_len="
                 f"{self.max_model_len}: whole prompts would not fit a step"
             )
+
+    @property
+    def most_rows(self) -> int:
+        """The most rows of a step."""
+        return self.max_num_rows or self.max_num_seqs
 
     @property
     def longest_chunk(self) -> int:

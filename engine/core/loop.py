@@ -314,6 +314,7 @@ def make_core(
         asked.long_prefill_token_threshold,
         asked.max_num_mixed_tokens,
         asked.max_step_ms / 1e3,
+        asked.max_num_rows,
     )
     pool = BlockPool(num_blocks, config.cache.block_size, groups)
     drafts: Drafts | None = None

@@ -74,7 +74,7 @@ class Scheduler:
         self._uncached: list[Request] = []  # for ``cache_blocks``
         self._set_aside: list[Request] = []  # by ``_admit``, until ``schedule`` returns
         self._news = StepOutputs(None, [], [])
-        self._free_rows = step_limits.max_num_seqs
+        self._free_rows = step_limits.most_rows
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self.running or request_id in self.waiting
@@ -140,7 +140,7 @@ class Scheduler:
             room = self.step_limits.room(self.running.values(), self.waiting.num_tokens)
             room = self.pace.room(self.running.values(), room)
         preempted_before = self.num_preemptions
-        self._free_rows = self.step_limits.max_num_seqs - len(self.running)
+        self._free_rows = self.step_limits.most_rows - len(self.running)
         self._has_part = False
         if (drafts := self.drafts) is not None:
             drafts.begin(self.running.values(), self.limits.longest_chunk - 1)

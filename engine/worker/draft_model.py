@@ -162,7 +162,7 @@ class DraftModel:
                 self._compiled = compile_model(spec, config, self._weights, startup, progress)
             program = self._compiled.program
             mode = graph_mode(config.capture.mode, program, hardware)
-            dispatcher = Dispatcher(mode, config.capture.sizes, config.scheduler.max_num_seqs)
+            dispatcher = Dispatcher(mode, config.capture.sizes, config.scheduler.max_num_rows)
             self._table = OpTable(config.compile, hardware.sm)
             self._sampler, self._fed = self._make_sampler(), self._bind_fed()
             self._sampler.warm_up(spec.dtype)

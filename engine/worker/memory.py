@@ -3,6 +3,7 @@ and allocates the caches of a program, of keys and values and of hidden states t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from ...compiler.run.program import Program
 from ...config import Hardware, ResolvedConfig, UserError
 from ...config.process.memory import host_bytes
-from ...graph_capture import Graphs, MemoryReport
+from ...graph_capture import Graphs, MemoryReport, StepBuffers
 from ...model_executor.cache_spec import LayerGroup
 from ...model_executor.kv_cache import (
     allocate_hidden_caches,
@@ -23,6 +24,25 @@ from ...model_executor.loader import out_of_memory
 from ...model_executor.spec import ModelSpec
 from ..messages.requests import CoreStats
 from .step_arguments import cache_names
+
+_log = logging.getLogger(__name__)
+
+
+def log_rows_of_drafts(config: ResolvedConfig, spec: ModelSpec, buffers: StepBuffers) -> None:
+    """Say how many rows a step may have beyond one a request, and what memory they take."""
+    rows, seqs = config.scheduler.max_num_rows, config.scheduler.max_num_seqs
+    if rows == seqs:
+        return
+    tables = len(buffers.schema.tables) * buffers.max_blocks * 4
+    logits = spec.vocab_size * spec.dtype.itemsize
+    _log.info(
+        "drafts: a step has up to %d rows for %d requests; those beyond one a request take %.1f MB "
+        "for logits and %.1f MB for block tables",
+        rows,
+        seqs,
+        (rows - seqs) * logits / 1e6,
+        (rows - seqs) * tables / 1e6,
+    )
 
 
 def driver_bytes(hardware: Hardware) -> int:

@@ -122,7 +122,7 @@ class Sampler:
             )
             self.shared = self.last_tokens
         # Of drafts the host reads a second part; both begin at whole lines of memory.
-        self._read = HostRing(self._device, 2 * (-(-self._max_num_seqs // 32) * 32))
+        self._read = HostRing(self._device, 2 * (-(-config.scheduler.max_num_rows // 32) * 32))
         self._slots = np.zeros(self._max_num_seqs, _REQUEST)
         self._stop_ids: dict[int, frozenset[int]] = {}
         self._biases: dict[int, Mapping[int, float]] = {}

@@ -332,7 +332,7 @@ def warm_up(
     bind_kv_caches(program, spec, config, 1)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    most = config.scheduler.max_num_seqs
+    most = config.scheduler.max_num_rows
     try:
         for num_tokens, num_seqs in ((buffers.max_tokens, buffers.max_seqs), (most, most), (1, 1)):
             program.run(buffers.dummy(num_tokens=num_tokens, num_seqs=num_seqs))

@@ -13,7 +13,7 @@ from ...config import ResolvedConfig
 from ...graph_capture import Dispatcher
 from ...model_executor.spec import ModelSpec, stage_of
 from .graph_mode import graph_mode
-from .memory import account, bind_kv_caches, bytes_per_block, outside_bytes
+from .memory import account, bind_kv_caches, bytes_per_block, log_rows_of_drafts, outside_bytes
 from .model_runner import ModelRunner
 from .peers import Peers
 from .progress import Progress
@@ -73,8 +73,10 @@ class Worker:
         with startup.phase("warm-up"):
             program = self.compiled.program
             mode = graph_mode(config.capture.mode, program, hardware)
-            self.dispatcher = Dispatcher(mode, config.capture.sizes, config.scheduler.max_num_seqs)
+            self.dispatcher = Dispatcher(mode, config.capture.sizes, config.scheduler.max_num_rows)
             self.buffers = step_buffers(spec, config, self.dispatcher)
+            if peers.rank == 0:
+                log_rows_of_drafts(config, spec, self.buffers)
             self.table = OpTable(config.compile, hardware.sm)
             sampler = Sampler(self.table, config, spec.vocab_size)
             sampler.warm_up(spec.dtype)

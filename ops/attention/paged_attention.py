@@ -56,9 +56,8 @@ def paged_attention(
 
     Neighbours of one query each whose lengths grow by one, and who share the block of the former's
     position, are one sequence, as drafts are: the last table may be read for all of them, and NaN
-    in a later value may be in an earlier result.
-    On a GPU the kernel launched right before may still be writing q and the slots of this step's
-    queries, but nothing else of what this op reads: csrc reads that before it waits.
+    in a later value may be in an earlier result.  On a GPU the kernel launched right before may
+    still be writing q and the slots of this step's queries, but nothing else of what this op reads.
 
     Args:
         q: [num_tokens, num_heads, head_dim]; may be strided on tokens.

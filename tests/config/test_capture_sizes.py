@@ -71,6 +71,29 @@ def test_steps_that_would_wait_for_their_launches_are_captured(
     assert sizes[51:] == tuple(range(640, largest + 1, 128))
 
 
+@pytest.mark.parametrize(
+    ("options", "rows", "largest"),
+    [
+        ({"max_num_seqs": 64}, 320, 512),
+        ({"max_num_seqs": 1}, 5, 8),
+        ({"max_num_seqs": 256}, 512, 512),
+        ({"max_num_seqs": 600}, 600, 512),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 100}, 100, 100),
+        ({"max_num_seqs": 64, "cudagraph_capture_sizes": (16, 128)}, 128, 128),
+        ({"max_num_seqs": 64, "cudagraph_capture_sizes": (16,)}, 64, 16),
+    ],
+)
+def test_rows_of_drafts_come_beside_requests_as_far_as_graphs_go(
+    options: dict[str, Any], rows: int, largest: int
+) -> None:
+    for config in ("", '{"method": "ngram", "num_speculative_tokens": 4}'):
+        config_of = resolve(EngineOptions(**options, speculative_config=config), GPU, LIMITS)
+        seqs = options["max_num_seqs"]
+        assert config_of.scheduler.max_num_seqs == seqs
+        assert config_of.scheduler.max_num_rows == (rows if config else seqs)
+    assert config_of.capture.sizes[-1] == largest
+
+
 @given(st.integers(1, 2000))
 def test_capture_sizes_ascend_end_at_the_limit_and_hold_the_full_batch(n: int) -> None:
     sizes = capture_sizes(n)

@@ -173,7 +173,7 @@ def test_the_memory_of_a_draft_model_is_accounted_for() -> None:
         ({"model": "/no/such/model"}, "/no/such/model"),
         ({"model": "{other}"}, "vocabulary of .* tokens, and the model one of"),
         ({"model": "{bare}"}, "no weights|safetensors"),
-        ({"num_speculative_tokens": 8}, "9 rows, and max_num_seqs=8; draft 7 at most"),
+        ({"num_speculative_tokens": 8}, "9 rows, and max_num_batched_tokens=8; draft 7 at most"),
     ],
 )
 def test_a_draft_model_that_cannot_serve_is_refused_before_anything_is_loaded(
@@ -186,7 +186,8 @@ def test_a_draft_model_that_cannot_serve_is_refused_before_anything_is_loaded(
     if "model" in config:
         config = config | {"model": config["model"].format(other=other, bare=bare)}
     with pytest.raises(UserError, match=f"speculative_config: .*{said}"):
-        LLM("abacus", **OPTIONS | {"max_num_seqs": 8}, speculative_config=ITSELF | config)
+        few = {"max_num_seqs": 8, "max_num_batched_tokens": 8}
+        LLM("abacus", **OPTIONS | few, speculative_config=ITSELF | config)
 
 
 def test_a_sequence_beyond_the_draft_models_length_goes_on_without_drafts() -> None:

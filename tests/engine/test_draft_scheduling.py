@@ -122,13 +122,15 @@ def check_counts(client: Client) -> None:
     assert drafts._num_in_flight == 0
 
 
-def drafting(setup: Setup, rate: float, most: int, on_device: bool) -> DraftSetup:
-    return DraftSetup(**setup.__dict__, rate=rate, most=most, on_device=on_device)
+def drafting(setup: Setup, rate: float, most: int, rows: int, on_device: bool) -> DraftSetup:
+    """``rows``: as many rows a request at most."""
+    fields = setup.__dict__ | {"max_num_rows": rows * setup.max_num_seqs}
+    return DraftSetup(**fields, rate=rate, most=most, on_device=on_device)
 
 
 def test_every_request_gets_its_solo_answer(fw_cases: int) -> None:
-    rates = st.sampled_from([0.0, 0.5, 0.9, 1.0])
-    setup = st.builds(drafting, setups, rates, st.integers(1, 6), st.booleans())
+    rates, numbers = st.sampled_from([0.0, 0.5, 0.9, 1.0]), st.integers(1, 6)
+    setup = st.builds(drafting, setups, rates, numbers, st.integers(1, 4), st.booleans())
 
     @settings(max_examples=60 * fw_cases, deadline=None)
     @given(setup, st.integers(0, 2**32), st.sampled_from([0.1, 0.5, 1.0]))
@@ -220,6 +222,25 @@ def test_the_policy_tells_requests_apart_for_which_nothing_was_found() -> None:
     stats = drafts.stats()
     assert stats.num_steps > 5 and stats.without["nothing proposed"] > 5
     assert 3.5 * stats.num_steps < stats.num_drafted <= 4 * stats.num_steps
+
+
+def test_drafts_take_no_requests_place() -> None:
+    """Where a step has rows for them, as many requests run with drafts as without, and each has all
+    of its drafts in every step."""
+    steps = {}
+    for rows in (1, 5):
+        sizes = {"max_num_seqs": 3, "max_num_rows": 3 * rows, "max_num_batched_tokens": 64}
+        client = Client(DraftSetup(rate=1.0, async_scheduling=False, max_model_len=60, **sizes))
+        guesser = drafts_of(client)._drafter
+        assert isinstance(guesser, Guesser)
+        guesser.rng.randint = lambda low, high: high  # type: ignore[method-assign]
+        for _ in range(3):
+            client.add([1, 2, 3], SamplingParams(max_tokens=51, ignore_eos=True))
+        client.drain()
+        steps[rows] = client.num_steps
+        without = drafts_of(client).stats().without
+        assert ("no room in the step" in without) == (rows == 1)
+    assert steps[5] <= 12 < 50 < steps[1]
 
 
 def test_requests_without_drafts_keep_a_step_in_flight() -> None:

@@ -98,6 +98,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "one step at a time": {"async_scheduling": False},
     "no prefixes": {"enable_prefix_caching": False, "block_size": 8},
     "priorities": {"scheduling_policy": "priority", "max_num_seqs": 8},
+    "more rows than requests": {"max_num_seqs": 2},
 }
 
 
@@ -217,9 +218,9 @@ def make_rows(slots: list[int], input_ids: list[int]) -> Batch:
 
 
 def test_compiled_programs_and_graphs_serve_drafts(few: list[RequestOutput]) -> None:
-    """At -O2 a step with drafts replays the graph of as many decodes."""
+    """At -O2 a step with drafts replays the graph of as many decodes, of more than may run."""
     hardware = Hardware(device="cpu", name="recorded", graphs="recording")
-    options = OPTIONS | {"optimization_level": 2, "max_num_seqs": 64}
+    options = OPTIONS | {"optimization_level": 2, "max_num_seqs": 6}
     asked = EngineOptions(**options, speculative_config=json.dumps(NGRAM))
     engine = Engine(asked, hardware)
     llm = LLM.from_engine(engine)

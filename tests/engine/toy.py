@@ -96,6 +96,7 @@ class ToyRunner:
     lazy: bool = True
     shares: bool = False
     windows: tuple[int, ...] = (0,)
+    max_num_rows: int = 0
     batches: list[Batch] = field(default_factory=list)
     guess: Guess | None = None
 
@@ -189,7 +190,9 @@ class ToyRunner:
 
     def _check(self, batch: Batch) -> None:
         counts = batch.query_lens.tolist()
-        assert counts and min(counts) >= 1 and len(counts) <= self.max_num_seqs
+        assert (
+            counts and min(counts) >= 1 and len(counts) <= (self.max_num_rows or self.max_num_seqs)
+        )
         assert sum(counts) <= self.max_num_batched_tokens
         assert all(count > 1 for count in counts[counts.count(1) :]), "decodes come first"
         assert batch.query_len == (counts[0] if len({*counts}) == 1 else 0)
@@ -306,6 +309,7 @@ class Setup:
     heed_priority: bool = False
     long_prefill_token_threshold: int = 0
     max_num_mixed_tokens: int = 0
+    max_num_rows: int = 0
     windows: tuple[int, ...] = (0,)
     """One group of layers each; 0: no window, -n: chunks of n, as in a window of n."""
 
@@ -323,6 +327,7 @@ class Setup:
                 self.enable_chunked_prefill,
                 self.long_prefill_token_threshold,
                 self.max_num_mixed_tokens,
+                max_num_rows=self.max_num_rows,
             ),
             prefix_caching=self.prefix_caching,
             heed_priority=self.heed_priority,
@@ -337,6 +342,7 @@ class Setup:
             self.lazy,
             self.prefix_caching,
             self.windows,
+            self.max_num_rows,
             **faults,
         )
 

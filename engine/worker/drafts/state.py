@@ -53,7 +53,7 @@ class DraftState:
         if asked.acceptance:
             self._chances = torch.tensor(asked.acceptance, dtype=torch.float32, device=device)
         self._judged = zeros(count) - 1
-        self._kept = zeros(count)
+        self._kept = zeros(config.scheduler.max_num_rows)
 
     def admit(self, sequence: NewSequence, send: Send) -> None:
         """A request begins in a slot."""
