@@ -265,7 +265,8 @@ def check_rows(
     if max_num_tokens is not None and count + 1 > max_num_tokens:
         raise UserError(
             f"{name}: a request with {count} drafts is {count + 1} rows, and "
-            f"max_num_batched_tokens={max_num_tokens}; draft {max_num_tokens - 1} at most, or raise it"
+            f"max_num_batched_tokens={max_num_tokens}; draft {max_num_tokens - 1} at most, or raise "
+            "it"
         )
     if sizes and count + 1 > max(sizes):
         raise UserError(
