@@ -246,7 +246,7 @@ class Drafts:
     def settle(self, step: ScheduledStep, result: StepResult) -> None:
         """The tokens of a step are known, and applied to its requests."""
         drafted, token_ids = step.drafted, result.token_ids
-        if result.has_drafts is not None:
+        if self.on_device and result.has_drafts is not None:
             for entry, has_drafts in zip(step.scheduled, result.has_drafts.tolist(), strict=True):
                 if entry.num_sampled and entry.draft == NO_DRAFT and not entry.request.needs_host:
                     entry.request.lacks_drafts = not has_drafts

@@ -47,7 +47,8 @@ class DraftState:
         self.last_tokens, self.lengths, *_ = self.memory[:, :count]
         self.drafts = self.memory[2:, :count]
         self._lookup = (asked.prompt_lookup_min, asked.prompt_lookup_max)
-        self.finds = asked.method == "ngram" and not asked.acceptance
+        is_whole = config.parallel.pipeline_parallel_size == 1
+        self.finds = asked.method == "ngram" and not asked.acceptance and is_whole
         self._history = zeros(count, config.model.max_model_len if self.finds else 0)
         self._chances: Tensor | None = None
         if asked.acceptance:
