@@ -54,7 +54,6 @@ class DraftState:
         if asked.acceptance:
             self._chances = torch.tensor(asked.acceptance, dtype=torch.float32, device=device)
         self._judged = zeros(count) - 1
-        self._kept = zeros(config.scheduler.max_num_rows)
 
     def admit(self, sequence: NewSequence, send: Send) -> None:
         """A request begins in a slot."""
@@ -102,7 +101,7 @@ class DraftState:
         names = (TOKEN_IDS, "slots", ORDER, "seq_lens")
         input_ids, slots, order, seq_lens = (buffers.view(name, num_seqs) for name in names)
         state = (self.last_tokens, self.lengths, self._history, self._chances, self._judged)
-        kept = self._kept[:num_seqs]
+        kept = torch.empty_like(token_ids)
         rows = (token_ids, input_ids, slots, order, seq_lens, kept, read)
         self._ops("accept_tokens", *state, *rows)
         if self.finds:
