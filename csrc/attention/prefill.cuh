@@ -104,8 +104,10 @@ cudaError_t describe(CUtensorMap* q_map, CUtensorMap* kv_map, const PrefillArgs&
 // Sequences for which a block's shared memory has room.
 template <typename T>
 constexpr int most_seqs() {
-  static_assert(sizeof(Mailbox<T>) <= kAtomBytes);  // to which the compiler pads it
-  constexpr int kRoom = (227 * 1024 - 2 * kAtomBytes - T::kBytes) / static_cast<int>(sizeof(int2));
+  // To which the compiler pads the static memory ahead of the dynamic.
+  constexpr int kStatic = (sizeof(Mailbox<T>) + kAtomBytes - 1) / kAtomBytes * kAtomBytes;
+  constexpr int kRoom =
+      (227 * 1024 - kStatic - kAtomBytes - T::kBytes) / static_cast<int>(sizeof(int2));
   static_assert(kRoom >= (T::kFp8 && T::kHeadDim == 256 ? kMostSeqsFp8Of256 : kMostSeqs));
   return kRoom < kMostSeqs ? kRoom : kMostSeqs;
 }
@@ -128,16 +130,12 @@ cudaError_t prepare(int& multiprocessors) {
   return error;
 }
 
-// A copy brings a KV block, or of a larger one a tile's keys. A tile has up to four heads, so that
-// short prompts fill it.
+// A copy brings a KV block, or of a larger one a tile's keys.
 template <typename T>
 void set_tiles(PrefillArgs& args) {
   args.box_shift = args.log2_block_size;
   while (1 << args.box_shift > T::kTileKeys) --args.box_shift;
-  args.tile_queries = T::kRows;
-  for (int heads = 2; heads <= kMostTileHeads && args.group % heads == 0; heads *= 2) {
-    args.tile_queries /= 2;
-  }
+  args.tile_queries = T::kRows / args.tile_heads;
 }
 
 // Nothing is read but lengths before the kernel ahead has finished, so the launch is programmatic.
@@ -154,7 +152,7 @@ cudaError_t launch_tile(PrefillArgs args, const PrefillShape& shape, cudaStream_
   const int64_t max_seqs = std::min<int64_t>(args.num_seqs, shape.tokens / args.fewest);
   if (max_seqs > most_seqs<T>()) return cudaErrorInvalidValue;
   const int64_t tiles = shape.tokens / args.tile_queries + max_seqs;
-  const int64_t items = tiles * args.heads * args.tile_queries / T::kRows;
+  const int64_t items = tiles * (args.heads / args.tile_heads);
   if (max_seqs == 0) return cudaSuccess;
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -169,9 +167,33 @@ cudaError_t launch_tile(PrefillArgs args, const PrefillShape& shape, cudaStream_
   return cudaLaunchKernelEx(&config, prefill_kernel<T>, args, q_map, kv_map);
 }
 
+// Whether three warpgroups are to serve a head_dim of 64. Their tile of half as many rows more
+// takes 1.27 times as long, but tiles are fewer, and may leave more of the device idle. They are
+// counted as if each sequence but one left half of a tile empty.
+inline bool takes_three(const PrefillArgs& args, const PrefillShape& shape, int multiprocessors) {
+  const int64_t seqs = std::min<int64_t>(args.num_seqs, shape.tokens / args.fewest);
+  const auto rounds = [&](int64_t rows) {
+    const int64_t queries = rows / args.tile_heads;
+    const int64_t tiles =
+        (shape.tokens + queries - 1) / queries + std::max<int64_t>(seqs - 1, 0) / 2;
+    return (tiles * (args.heads / args.tile_heads) + multiprocessors - 1) / multiprocessors;
+  };
+  return 127 * rounds(192) <= 100 * rounds(128);
+}
+
 template <int kHeadDim, typename E, typename C>
 cudaError_t launch_of(const PrefillArgs& args, const PrefillShape& shape, cudaStream_t stream) {
   const bool general = args.window > 0 || args.chunk > 0 || args.soft_cap > 0;
+  if constexpr (kHeadDim == 64) {
+    using Three = PrefillTile<E, C, kHeadDim, false, 3>;
+    int multiprocessors = 0;
+    if (const cudaError_t error = prepare<Three>(multiprocessors); error != cudaSuccess) {
+      return error;
+    }
+    if (!general && takes_three(args, shape, multiprocessors)) {
+      return launch_tile<Three>(args, shape, stream);
+    }
+  }
   return general ? launch_tile<PrefillTile<E, C, kHeadDim, true>>(args, shape, stream)
                  : launch_tile<PrefillTile<E, C, kHeadDim, false>>(args, shape, stream);
 }
@@ -183,9 +205,14 @@ cudaError_t launch_of(const PrefillArgs& args, const PrefillShape& shape, bool f
                    : launch_of<kHeadDim, E, E>(args, shape, stream);
 }
 
+// A tile has up to four heads, so that short prompts fill it.
 template <int kHeadDim>
-cudaError_t launch_prefill(const PrefillArgs& args, const PrefillShape& shape, Element element,
+cudaError_t launch_prefill(PrefillArgs args, const PrefillShape& shape, Element element,
                            bool fp8_cache, cudaStream_t stream) {
+  args.tile_heads = 1;
+  while (args.tile_heads < kMostTileHeads && args.group % (2 * args.tile_heads) == 0) {
+    args.tile_heads *= 2;
+  }
   return element == Element::kBFloat16
              ? launch_of<kHeadDim, __nv_bfloat16>(args, shape, fp8_cache, stream)
              : launch_of<kHeadDim, __half>(args, shape, fp8_cache, stream);

@@ -24,8 +24,8 @@ struct PrefillArgs {
   bool wide_sinks;         // float32
   int num_seqs, fewest;    // sequences with fewer queries are left out
   int heads, kv_heads, group, log2_block_size;
-  int box_shift;     // log2 of the tokens of one copy
-  int tile_queries;  // of a tile, which has as many heads as rows remain for
+  int box_shift;                 // log2 of the tokens of one copy
+  int tile_heads, tile_queries;  // of a tile: its rows
   int64_t table_stride;
   float scale, soft_cap;
   int window, chunk;  // 0: all
@@ -41,9 +41,9 @@ struct PrefillShape {
 // Type of q, and of K and V unless they are FP8.
 enum class Element { kBFloat16, kHalf };
 
-// The kernels of one head_dim. box_shift and tile_queries of args need not be set.
+// The kernels of one head_dim. What tiles and copies have need not be set in args.
 template <int kHeadDim>
-cudaError_t launch_prefill(const PrefillArgs& args, const PrefillShape& shape, Element element,
+cudaError_t launch_prefill(PrefillArgs args, const PrefillShape& shape, Element element,
                            bool fp8_cache, cudaStream_t stream);
 
 }  // namespace fusewright::attention

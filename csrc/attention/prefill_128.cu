@@ -3,7 +3,7 @@
 
 namespace fusewright::attention {
 
-template cudaError_t launch_prefill<128>(const PrefillArgs&, const PrefillShape&, Element, bool,
+template cudaError_t launch_prefill<128>(PrefillArgs, const PrefillShape&, Element, bool,
                                          cudaStream_t);
 
 }  // namespace fusewright::attention

@@ -5,8 +5,8 @@
 
 namespace fusewright::attention {
 
-// It is finite, so that no difference of two peaks is that of two infinities.
-constexpr float kNoPeak = -0x1p100f;
+// Logits of rows that are scaled back by more lie so far apart that more changes nothing.
+constexpr int kMostRowShift = 40;
 
 using fusewright::uniform;
 
@@ -26,6 +26,9 @@ template <typename T>
 struct Computer {
   static constexpr int kHeadDim = T::kHeadDim, kTileKeys = T::kTileKeys, kLines = T::kLines;
   static constexpr int kGroupBytes = T::kGroupBytes;
+  // It is below all logits, and finite, times their scales too, so that no difference of two peaks
+  // is that of two infinities. Queries of an FP8 cache are scaled into fp16.
+  static constexpr float kNoPeak = T::kFp8 ? -0x1p60f : -0x1p100f;
 
   const PrefillArgs& args;
   uint32_t memory;
@@ -36,7 +39,7 @@ struct Computer {
   Cursor<T::kQueryStages> q;
   Cursor<T::kStages> k, v;
   Item item;
-  float k_scale, v_scale;  // of the item, if K and V are FP8
+  float row_scale[2], v_scale;  // of the item, if K and V are FP8
   Rows<T> rows;
   float logits[kTileKeys / 2];
   uint32_t weights[kTileKeys / 4];
@@ -91,7 +94,7 @@ struct Computer {
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) {
       const int line = step / 4, within = step % 4 * 32;
-      multiply<typename T::Element>(
+      multiply<typename T::Operand>(
           logits, operand<kAtomBytes>(query_word, line * T::kQueryLineBytes + within),
           operand<kGroupBytes>(key_word, line * kAtomBytes + within), step == 0);
     }
@@ -105,29 +108,30 @@ struct Computer {
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kTileKeys / 16; ++step) {
-      multiply_add<typename T::Weight>(rows.sums, weights + 4 * step,
-                                       operand<kGroupBytes>(value_word, 2 * step * kGroupBytes));
+      multiply_add<typename T::Operand>(rows.sums, weights + 4 * step,
+                                        operand<kGroupBytes>(value_word, 2 * step * kGroupBytes));
     }
     wgmma_commit_group();
   }
 
   __device__ __forceinline__ bool capped() const { return T::kGeneral && args.soft_cap > 0; }
 
-  __device__ __forceinline__ float scale() const {
-    return T::kFp8 ? args.scale * k_scale : args.scale;
+  // Of the logits of row r.
+  __device__ __forceinline__ float scale(int r) const {
+    return T::kFp8 ? args.scale * row_scale[r] : args.scale;
   }
 
-  // The factor by which a logit becomes an exponent of 2.
-  __device__ __forceinline__ float unit() const {
-    return (capped() ? args.soft_cap : scale()) * kLog2E;
+  // The factor by which a logit of row r becomes an exponent of 2.
+  __device__ __forceinline__ float unit(int r) const {
+    return (capped() ? args.soft_cap : scale(r)) * kLog2E;
   }
 
   // Logits become parts of the soft cap, if there is one.
   __device__ __forceinline__ void cap() {
     if (!capped()) return;
-    const float factor = scale() / args.soft_cap;
+    const float factor[2] = {scale(0) / args.soft_cap, scale(1) / args.soft_cap};
 #pragma unroll
-    for (int i = 0; i < kTileKeys / 2; ++i) logits[i] = tanh_of(logits[i] * factor);
+    for (int i = 0; i < kTileKeys / 2; ++i) logits[i] = tanh_of(logits[i] * factor[i / 2 % 2]);
   }
 
   // Sets the logits of keys that a query must not see to -infinity.
@@ -150,9 +154,9 @@ struct Computer {
 
   // Logits become weights in float32; `alpha` is what earlier sums are to be multiplied by.
   __device__ __forceinline__ void softmax(float (&alpha)[2]) {
-    const float unit = this->unit();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      const float unit = this->unit(r);
       float high[2] = {rows.peak[r], rows.peak[r]};
 #pragma unroll
       for (int i = 0; i < kTileKeys / 8; ++i) {
@@ -184,7 +188,7 @@ struct Computer {
   __device__ __forceinline__ void round_weights() {
 #pragma unroll
     for (int i = 0; i < kTileKeys / 4; ++i) {
-      weights[i] = pack<typename T::Weight>(logits[2 * i], logits[2 * i + 1]);
+      weights[i] = pack<typename T::Operand>(logits[2 * i], logits[2 * i + 1]);
     }
   }
 
@@ -314,7 +318,7 @@ struct Computer {
       float total = rows.total[r];
       total += __shfl_xor_sync(kAllLanes, total, 1);
       total += __shfl_xor_sync(kAllLanes, total, 2);
-      if (args.sinks) total += exp2_approx(sink() * kLog2E - rows.peak[r] * unit());
+      if (args.sinks) total += exp2_approx(sink() * kLog2E - rows.peak[r] * unit(r));
       inverse[r] = (T::kFp8 ? v_scale : 1.0f) / total;
     }
     if (args.out_scale) {
@@ -365,17 +369,62 @@ struct Computer {
     }
   }
 
+  // Turns the group's rows of q from bf16 to fp16, in place: a row times the power of two that
+  // brings its greatest to 2^14, which loses nothing that counts beside that. Leaves the inverse of
+  // it. Two threads take a row, each four of the eight chunks of a line.
+  __device__ __forceinline__ void scale_queries() {
+    const int at = threadIdx.x % kWarpgroupThreads / 2, part = threadIdx.x % 2;
+    const uint32_t line = memory + q.stage * T::kQueryBytes + (group * 64 + at) * kLineBytes;
+    uint4 words[kLines * 4];
+    __nv_bfloat162 most = __float2bfloat162_rn(0.0f);
+#pragma unroll
+    for (int i = 0; i < kLines * 4; ++i) {
+      words[i] = load_words(line + i / 4 * T::kQueryLineBytes + ((part * 4 + i % 4) ^ at % 8) * 16);
+      const __nv_bfloat162* const pairs = reinterpret_cast<const __nv_bfloat162*>(words + i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) most = __hmax2(most, __habs2(pairs[j]));
+    }
+    float peak = fmaxf(__low2float(most), __high2float(most));
+    peak = fmaxf(peak, __shfl_xor_sync(kAllLanes, peak, 1));
+    const int exponent = max(__float_as_int(peak) >> 23, 15);
+    const float factor = __int_as_float((268 - exponent) << 23);
+#pragma unroll
+    for (int i = 0; i < kLines * 4; ++i) {
+      uint32_t* const pairs = reinterpret_cast<uint32_t*>(words + i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 pair = unpack_bfloat16(pairs[j]);
+        pairs[j] = pack<__half>(pair.x * factor, pair.y * factor);
+      }
+      store_words(line + i / 4 * T::kQueryLineBytes + ((part * 4 + i % 4) ^ at % 8) * 16, words[i]);
+    }
+    const int inverse = min(exponent - 14, 127 + kMostRowShift);
+    if (part == 0) box->row_scale[group * 64 + at] = __int_as_float(inverse << 23);
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + T::kGroups + group), "r"(kWarpgroupThreads)
+                 : "memory");
+  }
+
+  __device__ __forceinline__ void set_scales() {
+    const float* scales = args.kv_scale ? args.kv_scale + item.head / args.group : nullptr;
+    row_scale[0] = row_scale[1] = scales ? __ldg(scales) : 1.0f;
+    v_scale = scales ? __ldg(scales + args.kv_heads) : 1.0f;
+    if constexpr (T::kScalesQueries) {
+      scale_queries();
+      const float* const of_rows =
+          box->row_scale + group * 64 + threadIdx.x / kWarpSize % 4 * 16 + lane() / 4;
+      row_scale[0] *= of_rows[0];
+      row_scale[1] *= of_rows[8];
+    }
+  }
+
   __device__ __forceinline__ void run() {
     if (group == T::kGroups - 1) pass_turn();  // the first is that of the first
     for (;;) {
       barrier_wait(shared_address(box->query_full + q.stage), q.parity);
       item = uniform(box->item[q.stage]);
       if (item.begin == item.end) break;
-      if constexpr (T::kFp8) {
-        const float* scales = args.kv_scale ? args.kv_scale + item.head / args.group : nullptr;
-        k_scale = scales ? __ldg(scales) : 1.0f;
-        v_scale = scales ? __ldg(scales + args.kv_heads) : 1.0f;
-      }
+      if constexpr (T::kFp8) set_scales();
       compute_item();
     }
     if (group == 0) take_turn();  // what the last passed last

@@ -85,9 +85,10 @@ struct Filler {
   }
 
   // A copy for each head of the tile and line of a row.
-  __device__ __forceinline__ void fill_queries(const CUtensorMap& q_map, int heads) {
+  __device__ __forceinline__ void fill_queries(const CUtensorMap& q_map) {
     const uint32_t barrier = open_queries(T::kQueryBytes);
-    const int lane = threadIdx.x % kWarpSize, line = lane / heads, head = lane % heads;
+    const int lane = threadIdx.x % kWarpSize;
+    const int line = lane / args.tile_heads, head = lane % args.tile_heads;
     if (line < T::kLines) {
       const uint32_t to = memory + query_at.stage * T::kQueryBytes + line * T::kQueryLineBytes +
                           head * args.tile_queries * kLineBytes;
@@ -107,16 +108,15 @@ struct Filler {
   __device__ __forceinline__ void run(const CUtensorMap& q_map, int2* list) {
     Sequences sequences{list};
     sequences.collect(args);
-    const int heads = T::kRows / args.tile_queries;
-    const int shares = args.heads / heads, items = sequences.total * shares;
+    const int shares = args.heads / args.tile_heads, items = sequences.total * shares;
     wait_for_previous();
     for (int n = blockIdx.x; n < items;) {
       int seq, tile;
       sequences.find(n / shares, seq, tile);
-      item = item_of<T::kTileKeys>(args, seq, tile, n % shares * heads);
+      item = item_of<T::kTileKeys>(args, seq, tile, n % shares * args.tile_heads);
       table = args.block_table + seq * args.table_stride;
       int group = group_of(item.end - 1);
-      fill_queries(q_map, heads);
+      fill_queries(q_map);
       unsigned taken = 0;
       if (threadIdx.x % kWarpSize == 0) taken = atomicAdd(&items_taken, 1);
       for (int t = item.end - 1; t >= item.begin; --t) {

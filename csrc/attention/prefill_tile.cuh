@@ -17,31 +17,35 @@ constexpr int kConverters = 3;  // warps that widen FP8
 //
 // Registers of a thread that computes, and shared memory in KB:
 //   head_dim | rows x keys | sums, logits, weights | q, K and V, as stored in FP8
-//         64 | 192 x 128   |  32 + 64 + 32         | 2 x 24, 2 x 32, 4 x  8
+//         64 | 192 x 128   |  32 + 64 + 32         | 2 x 24, 4 x 32, 4 x  8 and 3 x 32; or 128 rows
 //        128 | 128 x 128   |  64 + 64 + 32         | 2 x 32, 2 x 64, 2 x 16 and q once
 //        256 | 128 x  64   | 128 + 32 + 16         | 1 x 64, 2 x 64, 2 x 16
-// With a head_dim of 64 the softmax takes as long as the MMAs, so two warpgroups have their softmax
-// while a third has its MMAs. A mask's bounds would not fit their registers: kIsGeneral has two.
-template <typename E, typename C, int kDim, bool kIsGeneral>
+// With a head_dim of 64 the softmax takes as long as the MMAs, so with three warpgroups two have
+// their softmax while the third has its MMAs. A mask's bounds do not fit their registers.
+template <typename E, typename C, int kDim, bool kIsGeneral, int kWarpgroups = 2>
 struct PrefillTile {
   using Element = E;
   static constexpr bool kFp8 = sizeof(C) == 1;
-  // Of the weights and of V in the second MMA: e4m3 is exact in fp16, and cheaper to widen to it.
-  using Weight = std::conditional_t<kFp8, __half, E>;
+  // Of what the MMAs read. It takes one instruction to widen two of e4m3 to fp16, and four to bf16.
+  using Operand = std::conditional_t<kFp8, __half, E>;
+  static constexpr bool kScalesQueries = !std::is_same_v<Operand, E>;
   static constexpr bool kGeneral = kIsGeneral;
 
   static constexpr int kHeadDim = kDim;
   static constexpr int kTileKeys = kDim == 256 ? 64 : 128;
-  static constexpr int kGroups =
-      kDim == 64 && !kGeneral ? 3 : 2;        // warpgroups that compute 64 rows each
-  static constexpr int kRows = 64 * kGroups;  // queries x heads
+  static_assert(kWarpgroups == 2 || (kDim == 64 && !kGeneral));
+  static constexpr int kGroups = kWarpgroups;  // that compute 64 rows each
+  static constexpr int kRows = 64 * kGroups;   // queries x heads
   static constexpr int kThreads = (kGroups + 1) * kWarpgroupThreads;
   static constexpr int kComputeWarps = 4 * kGroups;
-  static constexpr int kComputeRegisters = kGroups == 3 ? 160 : kFp8 ? 224 : 232;
-  static constexpr int kFillRegisters = kGroups == 3 ? 32 : kFp8 ? 56 : 40;
+  static constexpr int kComputeRegisters = kGroups == 3 ? 160 : 232;
+  static constexpr int kFillRegisters = kGroups == 3 ? 32 : 40;
 
-  static constexpr int kStages = 2;  // of K and of V
-  static constexpr int kQueryStages = kDim == 256 || (kFp8 && kDim == 128) ? 1 : 2;
+  // Of K and of V. Tiles of a head_dim of 64 are small and soon over.
+  static constexpr int kStages = kDim > 64 ? 2 : kFp8 && kGroups == 3 ? 3 : 4;
+  static constexpr int kQueryStages = kDim == 256 || (kFp8 && kDim == 128)  ? 1
+                                      : kDim == 64 && kGroups == 2 && !kFp8 ? 4
+                                                                            : 2;
   static constexpr int kRawStages = !kFp8 ? 0 : kDim == 64 ? 4 : 2;  // of K or V
 
   static constexpr int kLines = kDim * 2 / kLineBytes;     // that a row has
@@ -55,6 +59,21 @@ struct PrefillTile {
   static constexpr int kBytes = kRawAt + kRawStages * kRawBytes;
 };
 
+__device__ __forceinline__ uint4 load_words(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store_words(uint32_t address, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
 enum Part { kKeys, kValues };
 
 // Barriers of a block, and what comes with q. K and V alternate: stage s has its K at 2 s.
@@ -64,6 +83,7 @@ struct alignas(16) Mailbox {
   uint64_t query_full[T::kQueryStages], query_empty[T::kQueryStages];
   uint64_t raw_full[T::kRawStages + 1], raw_empty[T::kRawStages + 1];  // none is no array
   Item item[T::kQueryStages];
+  float row_scale[T::kScalesQueries ? T::kRows : 1];
 
   // By one thread.
   __device__ __forceinline__ void init() {

@@ -114,6 +114,19 @@ def test_it_matches_the_reference_at_128k(kernel: Kernel, fw_seed: int) -> None:
         check(kernel, f"--fw-seed={fw_seed}", made(fw_seed, lengths))
 
 
+@pytest.mark.parametrize("factor", [1e-30, 1e-5, 3e5, 1e9])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_queries_of_any_size_meet_fp8(
+    kernel: Kernel, head_dim: int, factor: float, fw_seed: int
+) -> None:
+    """The kernel multiplies in fp16, which holds neither such numbers nor logits of them."""
+    lengths = [(70, 200), (300, 300)]
+    args = [*made(fw_seed, lengths, heads=(8, 2, head_dim), fp8="scaled kv")]
+    args[0] = args[0] * factor
+    args[6] /= factor
+    check(kernel, f"--fw-seed={fw_seed}", tuple(args))
+
+
 def test_random_batches_match_the_reference(kernel: Kernel, fw_seed: int) -> None:
     rng = random.Random(fw_seed)
     for i in range(20):
