@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   if (threadIdx.x == 0) box.init();
   __syncthreads();
   // Registers move from those who fill to those who compute.
-  if (warp < 4) {
+  if (warp < 4 * T::kFillGroups) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(T::kFillRegisters));
     if (warp == 0) {
       Filler<T> filler{args, kv_map, memory, &box};
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(T::kComputeRegisters));
-    Computer<T> computer(args, memory, &box, warp / 4 - 1);
+    Computer<T> computer(args, memory, &box, warp / 4 - T::kFillGroups);
     computer.run();
   }
 }

@@ -47,16 +47,16 @@ struct Converter {
     barrier_wait(shared_address(box->raw_full + from.stage), from.parity);
     barrier_wait(shared_address(box->empty + to.stage), to.parity ^ 1);
 #pragma unroll 1
-    for (int first = warp; first < kSteps; first += kConverters * kAtOnce) {
+    for (int first = warp; first < kSteps; first += T::kConverters * kAtOnce) {
       uint4 raw[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const int step = first + i * kConverters;
+        const int step = first + i * T::kConverters;
         if (step < kSteps) raw[i] = load_words(source + step * 512);
       }
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const int step = first + i * kConverters, part = step % kGroupSteps * kStepTokens;
+        const int step = first + i * T::kConverters, part = step % kGroupSteps * kStepTokens;
         if (step < kSteps) {
           // `token` and `part` have no bit in common.
           const uint32_t at = (target + step / kGroupSteps * T::kGroupBytes + part * kLineBytes) ^

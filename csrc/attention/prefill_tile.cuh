@@ -11,7 +11,6 @@
 namespace fusewright::attention {
 
 constexpr int kLineBytes = 128;
-constexpr int kConverters = 3;  // warps that widen FP8
 
 // E is the type of q, C that of the cache. kIsGeneral: with a window, chunks or a soft cap.
 //
@@ -36,10 +35,12 @@ struct PrefillTile {
   static_assert(kWarpgroups == 2 || (kDim == 64 && !kGeneral));
   static constexpr int kGroups = kWarpgroups;  // that compute 64 rows each
   static constexpr int kRows = 64 * kGroups;   // queries x heads
-  static constexpr int kThreads = (kGroups + 1) * kWarpgroupThreads;
+  static constexpr int kFillGroups = 1;        // one warp copies, the others widen FP8
+  static constexpr int kConverters = kFp8 ? 4 * kFillGroups - 1 : 0;
+  static constexpr int kThreads = (kGroups + kFillGroups) * kWarpgroupThreads;
   static constexpr int kComputeWarps = 4 * kGroups;
-  static constexpr int kComputeRegisters = kGroups == 3 ? 160 : 232;
-  static constexpr int kFillRegisters = kGroups == 3 ? 32 : 40;
+  static constexpr int kComputeRegisters = kGroups == 3 ? 160 : kFillGroups == 2 ? 208 : 232;
+  static constexpr int kFillRegisters = kGroups == 3 ? 32 : kFillGroups == 2 ? 48 : 40;
 
   // Of K and of V. Tiles of a head_dim of 64 are small and soon over.
   static constexpr int kStages = kDim > 64 ? 2 : kFp8 && kGroups == 3 ? 3 : 4;
@@ -87,18 +88,18 @@ struct alignas(16) Mailbox {
 
   // By one thread.
   __device__ __forceinline__ void init() {
-    constexpr int kFillers = T::kFp8 ? kConverters : 1;
+    constexpr int kFillers = T::kFp8 ? T::kConverters : 1;
     for (int i = 0; i < 2 * T::kStages; ++i) {
       barrier_init(shared_address(full + i), kFillers);
       barrier_init(shared_address(empty + i), T::kComputeWarps);
     }
     for (int i = 0; i < T::kQueryStages; ++i) {
       barrier_init(shared_address(query_full + i), 1);
-      barrier_init(shared_address(query_empty + i), T::kComputeWarps + (T::kFp8 ? kConverters : 0));
+      barrier_init(shared_address(query_empty + i), T::kComputeWarps + T::kConverters);
     }
     for (int i = 0; i < T::kRawStages; ++i) {
       barrier_init(shared_address(raw_full + i), 1);
-      barrier_init(shared_address(raw_empty + i), kConverters);
+      barrier_init(shared_address(raw_empty + i), T::kConverters);
     }
     barrier_init_fence();
   }
