@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
   if (threadIdx.x == 0) box.init();
   __syncthreads();
   // Registers move from those who fill to those who compute.
-  if (warp < 4 * T::kFillGroups) {
+  if (warp < 4) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(T::kFillRegisters));
     if (warp == 0) {
       Filler<T> filler{args, kv_map, memory, &box};
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
     }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(T::kComputeRegisters));
-    Computer<T> computer(args, memory, &box, warp / 4 - T::kFillGroups);
+    Computer<T> computer(args, memory, &box, warp / 4 - 1);
     computer.run();
   }
 }
@@ -185,17 +185,19 @@ template <int kHeadDim, typename E, typename C>
 cudaError_t launch_of(const PrefillArgs& args, const PrefillShape& shape, cudaStream_t stream) {
   const bool general = args.window > 0 || args.chunk > 0 || args.soft_cap > 0;
   if constexpr (kHeadDim == 64) {
+    if (general) return cudaErrorInvalidValue;
     using Three = PrefillTile<E, C, kHeadDim, false, 3>;
     int multiprocessors = 0;
     if (const cudaError_t error = prepare<Three>(multiprocessors); error != cudaSuccess) {
       return error;
     }
-    if (!general && takes_three(args, shape, multiprocessors)) {
-      return launch_tile<Three>(args, shape, stream);
-    }
+    return takes_three(args, shape, multiprocessors)
+               ? launch_tile<Three>(args, shape, stream)
+               : launch_tile<PrefillTile<E, C, kHeadDim, false>>(args, shape, stream);
+  } else {
+    return general ? launch_tile<PrefillTile<E, C, kHeadDim, true>>(args, shape, stream)
+                   : launch_tile<PrefillTile<E, C, kHeadDim, false>>(args, shape, stream);
   }
-  return general ? launch_tile<PrefillTile<E, C, kHeadDim, true>>(args, shape, stream)
-                 : launch_tile<PrefillTile<E, C, kHeadDim, false>>(args, shape, stream);
 }
 
 template <int kHeadDim, typename E>

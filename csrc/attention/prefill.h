@@ -41,7 +41,8 @@ struct PrefillShape {
 // Type of q, and of K and V unless they are FP8.
 enum class Element { kBFloat16, kHalf };
 
-// The kernels of one head_dim. What tiles and copies have need not be set in args.
+// The kernels of one head_dim; that of 64 has neither windows, chunks nor a soft cap. What tiles
+// and copies have need not be set in args.
 template <int kHeadDim>
 cudaError_t launch_prefill(PrefillArgs args, const PrefillShape& shape, Element element,
                            bool fp8_cache, cudaStream_t stream);

@@ -66,6 +66,10 @@ void prefill_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& bl
   if (chunk < 0 || chunk >= int64_t{1} << 31) {
     fail(kOp, "chunk is ", chunk, ", expected 0 or a positive number below 2^31");
   }
+  if (q.size(2) == 64 && (sliding_window > 0 || chunk > 0 || soft_cap > 0)) {
+    fail(kOp, "sliding_window ", sliding_window, ", chunk ", chunk, ", soft_cap ", soft_cap,
+         ": expected 0 with q ", shape_of(q), ", whose head_dim is 64");
+  }
   check_sizes(q, kv_cache, seq_lens, fewest);
   if (q.size(0) == 0 || seq_lens.size(0) == 0) return;
 

@@ -16,11 +16,11 @@ constexpr int kLineBytes = 128;
 //
 // Registers of a thread that computes, and shared memory in KB:
 //   head_dim | rows x keys | sums, logits, weights | q, K and V, as stored in FP8
-//         64 | 192 x 128   |  32 + 64 + 32         | 2 x 24, 4 x 32, 4 x  8 and 3 x 32; or 128 rows
+//         64 | 192 x 128   |  32 + 64 + 32         | 2 x 24, 2 x 32, 4 x  8; or 128 rows
 //        128 | 128 x 128   |  64 + 64 + 32         | 2 x 32, 2 x 64, 2 x 16 and q once
 //        256 | 128 x  64   | 128 + 32 + 16         | 1 x 64, 2 x 64, 2 x 16
 // With a head_dim of 64 the softmax takes as long as the MMAs, so with three warpgroups two have
-// their softmax while the third has its MMAs. A mask's bounds do not fit their registers.
+// their softmax while the third has its MMAs. Bounds of windows do not fit their registers.
 template <typename E, typename C, int kDim, bool kIsGeneral, int kWarpgroups = 2>
 struct PrefillTile {
   using Element = E;
@@ -32,21 +32,17 @@ struct PrefillTile {
 
   static constexpr int kHeadDim = kDim;
   static constexpr int kTileKeys = kDim == 256 ? 64 : 128;
-  static_assert(kWarpgroups == 2 || (kDim == 64 && !kGeneral));
-  static constexpr int kGroups = kWarpgroups;  // that compute 64 rows each
-  static constexpr int kRows = 64 * kGroups;   // queries x heads
-  static constexpr int kFillGroups = 1;        // one warp copies, the others widen FP8
-  static constexpr int kConverters = kFp8 ? 4 * kFillGroups - 1 : 0;
-  static constexpr int kThreads = (kGroups + kFillGroups) * kWarpgroupThreads;
+  static_assert(kDim > 64 ? kWarpgroups == 2 : !kGeneral);
+  static constexpr int kGroups = kWarpgroups;       // that compute 64 rows each
+  static constexpr int kRows = 64 * kGroups;        // queries x heads
+  static constexpr int kConverters = kFp8 ? 3 : 0;  // warps that widen FP8
+  static constexpr int kThreads = (kGroups + 1) * kWarpgroupThreads;
   static constexpr int kComputeWarps = 4 * kGroups;
-  static constexpr int kComputeRegisters = kGroups == 3 ? 160 : kFillGroups == 2 ? 208 : 232;
-  static constexpr int kFillRegisters = kGroups == 3 ? 32 : kFillGroups == 2 ? 48 : 40;
+  static constexpr int kComputeRegisters = kGroups == 3 ? 160 : 232;
+  static constexpr int kFillRegisters = kGroups == 3 ? 32 : 40;
 
-  // Of K and of V. Tiles of a head_dim of 64 are small and soon over.
-  static constexpr int kStages = kDim > 64 ? 2 : kFp8 && kGroups == 3 ? 3 : 4;
-  static constexpr int kQueryStages = kDim == 256 || (kFp8 && kDim == 128)  ? 1
-                                      : kDim == 64 && kGroups == 2 && !kFp8 ? 4
-                                                                            : 2;
+  static constexpr int kStages = 2;  // of K and of V
+  static constexpr int kQueryStages = kDim == 256 || (kFp8 && kDim == 128) ? 1 : 2;
   static constexpr int kRawStages = !kFp8 ? 0 : kDim == 64 ? 4 : 2;  // of K or V
 
   static constexpr int kLines = kDim * 2 / kLineBytes;     // that a row has

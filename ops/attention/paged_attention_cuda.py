@@ -45,8 +45,13 @@ def has_prefills(args: tuple[Any, ...]) -> bool:
 
 
 def _own_prefill_refuses(call: AttentionArgs, rows: int, target: Target) -> str:
-    """Why the prefills of a call are not csrc's."""
-    fills = call.q.shape[2] == _WIDEST and call.kv_cache.dtype != call.q.dtype
+    """Why the prefills of a call are not csrc's: Triton's kernel is ahead, or was not compared."""
+    head_dim = call.q.shape[2]
+    if head_dim == 64 and (call.sliding_window or call.chunk or call.soft_cap > 0):
+        return "head_dim 64 with a window, chunks or a soft cap: Triton's is ahead"
+    if head_dim == _WIDEST and call.soft_cap > 0:
+        return f"head_dim {_WIDEST} with a soft cap: not compared with Triton's"
+    fills = head_dim == _WIDEST and call.kv_cache.dtype != call.q.dtype
     if fills and (num_seqs := len(call.seq_lens)) > _MOST_SEQS_OF_WIDEST:
         return f"{num_seqs} sequences of head_dim {_WIDEST} in FP8: up to {_MOST_SEQS_OF_WIDEST}"
     return ""
@@ -100,12 +105,11 @@ def decode(*args: Any) -> None:
 
 
 def _run(*args: Any, by_triton: Callable[..., None]) -> None:
-    """csrc's parts; then Triton's, which are launched if there are any."""
     if has_own_prefill(args):
         prefill(*args)
+    by_triton(*args)  # the parts that are Triton's, if there are any
     if has_own_decode(args):
         decode(*args)
-    by_triton(*args)
 
 
 def choices(*args: Any) -> tuple[Choice, ...]:

@@ -83,6 +83,8 @@ def sized(
     dim: int = 128,
     num_heads: int = 32,
     sinks: bool = False,
+    window: int = 0,
+    cap: float = 0.0,
     chunk: int = 0,
 ) -> tuple[Any, ...]:
     """A call of Llama-3-8B's shape, without data."""
@@ -97,7 +99,7 @@ def sized(
     q, out = heads(num_tokens, num_heads), heads(num_tokens, num_heads)
     cache = heads(3, 2, 16, 8).to(kv)
     sink = empty(num_heads, dtype=torch.float32) if sinks else None
-    return q, cache, table, empty(num_seqs), starts, out, 0.1, 0, 0.0, None, None, sink, chunk
+    return q, cache, table, empty(num_seqs), starts, out, 0.1, window, cap, None, None, sink, chunk
 
 
 @pytest.mark.parametrize(
@@ -126,6 +128,25 @@ def test_shapes_decide_what_is_launched(
     for options, name in calls:
         expected = ["csrc prefill_attention"] * prefill + [name] * decode
         assert [*IMPL.runs(*sized(*sizes, **options))] == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"dim": 64, "sinks": True}, "csrc prefill_attention"),
+        ({"dim": 64, "window": 128, "sinks": True}, "_prefill_kernel"),
+        ({"dim": 64, "chunk": 4096}, "_prefill_kernel"),
+        ({"dim": 64, "cap": 30.0}, "_prefill_kernel"),
+        ({"dim": 128, "window": 128, "cap": 30.0, "kv": E4M3}, "csrc prefill_attention"),
+        ({"dim": 256, "window": 1024}, "csrc prefill_attention"),
+        ({"dim": 256, "cap": 30.0}, "_prefill_kernel"),
+    ],
+)
+def test_a_feature_is_served_where_it_was_measured_ahead(
+    options: dict[str, Any], name: str
+) -> None:
+    assert IMPL.runs is not None
+    assert [*IMPL.runs(*sized(2000, 1, **options))] == [name]
 
 
 def test_many_sequences_of_the_widest_heads_in_fp8_are_tritons() -> None:
