@@ -1,7 +1,8 @@
 """``linear`` in bfloat16, FP8 and formats of few bits at each layer of each model, against cuBLAS.
 
 For weights of few bits the library's way is to write out their numbers, then to multiply: at which
-rows it is faster is where the table should leave the words.
+rows it is faster is where the table should leave the words.  Where csrc reads a format, Triton's
+kernel is timed beside it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ...config.weight_format import STORED_FORMATS
 from ...ops import BY_NAME
 from ...ops.launches.quant import GROUP
 from ...ops.linear.formats import dtype_of
-from ...ops.linear.kernels import LOW_BIT_ONCE
+from ...ops.linear.kernels import LOW_BIT, LOW_BIT_ONCE
 from .harness import MODELS, TOKENS, KernelWork, Model, benchmark_of, randn
 
 LIBRARY = {"": "native", "FP8": "scaled_mm"}
@@ -61,6 +62,7 @@ def make_fp8(scheme: str, rows: int, n: int, k: int, device: torch.device) -> tu
 
 
 LOW_BITS = ("int4_g128", "int4_zero_g32", "int8_channel", "mxfp4")
+OF_CSRC = ("int4_g128", "mxfp4")
 
 
 def make_low_bit(name: str, rows: int, n: int, k: int, device: torch.device) -> tuple[Any, ...]:
@@ -81,11 +83,16 @@ def make_low_bit(name: str, rows: int, n: int, k: int, device: torch.device) -> 
 
 def works_of_low_bits() -> Iterator[KernelWork]:
     cublas = {"numbers, cublas": LOW_BIT_ONCE.run}
+    rivals = {
+        form: cublas | {"triton": LOW_BIT.run} if form in OF_CSRC else cublas for form in LOW_BITS
+    }
     for (n, k), name in distinct().items():
         for rows in TOKENS:
             for form in LOW_BITS:
                 make_args = partial(make_low_bit, form, rows, n, k)
-                yield KernelWork("linear", f"{name}, {rows} rows, {form}", make_args, {}, cublas)
+                yield KernelWork(
+                    "linear", f"{name}, {rows} rows, {form}", make_args, {}, rivals[form]
+                )
 
 
 def works() -> Iterator[KernelWork]:

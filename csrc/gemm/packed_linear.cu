@@ -8,17 +8,21 @@
 namespace fusewright::gemm {
 namespace {
 
-// As an H200 has them, so that results follow from shapes alone.
-constexpr int kSlots = 2 * kMultiprocessors;
-
+// Tiles of 16 rows, with all their blocks at once, for a weight of which a multiprocessor has up to
+// four; else taller ones, which read x less often (measured in docs/lab/linear.md).
 template <typename Format, int kXRows>
 cudaError_t stream_rows(const SkinnyLinearArgs& args, bool programmatic, cudaStream_t stream) {
-  using T = Tile<Format, Batch<8, kXRows>, 32, 2>;
+  using B = Batch<8, kXRows>;
+  using Low = Tile<Format, B, 16, kXRows == 2 ? 4 : 3>;
+  using Tall = Tile<Format, B, kXRows == 2 ? 32 : 64, 2>;
   const int rows = args.out_features * (args.gated() ? 2 : 1);
   const int steps = (args.in_features + kStepColumns - 1) / kStepColumns;
-  const int tiles = (rows + T::kRows - 1) / T::kRows;
-  const int splits = tiles <= kSlots && steps > 1 ? 2 : 1;
-  return launch<T>(args, OneRank{}, splits, programmatic, stream);
+  const int low_tiles = (rows + Low::kRows - 1) / Low::kRows;
+  if (low_tiles > 4 * kMultiprocessors) {
+    return launch<Tall>(args, OneRank{}, 1, programmatic, stream);
+  }
+  const int splits = low_tiles < kMultiprocessors && steps >= 8 ? 2 : 1;
+  return launch<Low>(args, OneRank{}, splits, programmatic, stream);
 }
 
 template <typename Format, bool kZeros, int kTokens, int kStages, int kXStages>
@@ -27,7 +31,15 @@ cudaError_t multiply_rows(const SkinnyLinearArgs& args, bool programmatic, cudaS
   const int halves = args.gated() ? 2 : 1, outputs = kPackedRows / halves;
   const int tiles = (args.out_features + outputs - 1) / outputs;
   const int lines = args.in_features / kPackedLineColumns;
-  const int splits = std::clamp(T::kBlocks * kMultiprocessors / tiles, 1, std::min(lines, 8));
+  const int token_tiles = (args.num_tokens + kTokens - 1) / kTokens;
+  const auto bytes_of = [&](int splits) {
+    const int most_lines = (lines + splits - 1) / splits;
+    return T::kBytes + T::Table::bytes(args.group, most_lines * kPackedLineColumns);
+  };
+  // One round of blocks, or the fewest whose scales have room.
+  const int most_splits = std::min(lines, kMostPackedSplits);
+  int splits = std::clamp(kMultiprocessors / (tiles * token_tiles), 1, most_splits);
+  while (splits < most_splits && bytes_of(splits) > kMostPackedBytes) ++splits;
   CUtensorMap weight_map, x_map;
   cudaError_t error =
       describe_matrix<Fp8>(&weight_map, args.weight, int64_t{halves} * args.out_features,
@@ -39,20 +51,18 @@ cudaError_t multiply_rows(const SkinnyLinearArgs& args, bool programmatic, cudaS
   constexpr auto kKernel = packed_linear_kernel<T>;
   error = allow_shared_memory<kKernel>(kMostPackedBytes);
   if (error != cudaSuccess) return error;
-  const int most_lines = (lines + splits - 1) / splits;
-  const int bytes = T::kBytes + T::Table::bytes(args.group, most_lines * kPackedLineColumns);
-  const LaunchConfig config(tiles * splits, kPackedThreads, bytes, splits, programmatic, stream);
+  const LaunchConfig config(tiles * token_tiles * splits, kPackedThreads, bytes_of(splits), splits,
+                            programmatic, stream);
   return cudaLaunchKernelEx(&config.config, kKernel, weight_map, x_map, args, splits);
 }
 
 template <typename Format, bool kZeros>
 cudaError_t launch_rows(const SkinnyLinearArgs& args, bool programmatic, cudaStream_t stream) {
   const int tokens = args.num_tokens;
-  if (tokens <= 16) return multiply_rows<Format, kZeros, 16, 4, 8>(args, programmatic, stream);
-  if (tokens <= 32) return multiply_rows<Format, kZeros, 32, 4, 6>(args, programmatic, stream);
-  if (tokens <= 64) return multiply_rows<Format, kZeros, 64, 4, 4>(args, programmatic, stream);
-  if (tokens <= 128) return multiply_rows<Format, kZeros, 128, 4, 6>(args, programmatic, stream);
-  return multiply_rows<Format, kZeros, 256, 3, 4>(args, programmatic, stream);
+  if (tokens <= 16) return multiply_rows<Format, kZeros, 16, 4, 12>(args, programmatic, stream);
+  if (tokens <= 32) return multiply_rows<Format, kZeros, 32, 3, 9>(args, programmatic, stream);
+  if (tokens <= 64) return multiply_rows<Format, kZeros, 64, 3, 7>(args, programmatic, stream);
+  return multiply_rows<Format, kZeros, 128, 3, 4>(args, programmatic, stream);
 }
 
 template <typename Format>

@@ -21,6 +21,8 @@ from .csrc import streamable
 from .desc import LinearArgs, LinearDesc
 
 _LINE_COLUMNS, _UNIT_ROWS = 256, 16
+# The scales of a block's rows have room beside its rings.
+_MOST_COLUMNS = 28672
 JOINED_ROWS = 8
 """The most rows of layers that share a norm."""
 _ALONE, _ZEROS, _ROW_SCALES = "alone", "with zero points", "with scales of rows"
@@ -81,9 +83,10 @@ def why_not_read(desc: LinearDesc) -> str:
     if desc.groups > 1 or desc.quantize:
         return "multiplies, adds a bias and activates, nothing else"
     n, k = desc.columns, desc.in_features
-    if k % _LINE_COLUMNS or n % _UNIT_ROWS:
-        return f"a result of {n} features of {k}: expected multiples of {_UNIT_ROWS} and " + str(
-            _LINE_COLUMNS
+    if k % _LINE_COLUMNS or k > _MOST_COLUMNS or n % _UNIT_ROWS:
+        return (
+            f"a result of {n} features of {k}: expected multiples of {_UNIT_ROWS} and of "
+            f"{_LINE_COLUMNS} up to {_MOST_COLUMNS}"
         )
     return ""
 

@@ -237,9 +237,10 @@ def test_what_is_not_read_has_a_reason(changes: dict[str, Any], reason: str) -> 
     assert reason in next(packed._reasons(replace(plain, **changes)), "")
 
 
-def test_depths_that_are_no_whole_lines_are_left_to_triton() -> None:
-    desc = replace(DESC, in_features=4096 + 128)
-    assert "expected multiples of 16 and 256" in packed.why_not_read(desc)
+@pytest.mark.parametrize("columns", [4096 + 128, 28672 + 256])
+def test_depths_that_are_no_whole_lines_or_too_large_are_left_to_triton(columns: int) -> None:
+    desc = replace(DESC, in_features=columns)
+    assert "expected multiples of 16 and of 256 up to 28672" in packed.why_not_read(desc)
 
 
 @pytest.mark.parametrize(("rows", "kernels_of"), [(1, JOINED), (8, JOINED), (9, None), (300, None)])
