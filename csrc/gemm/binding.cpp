@@ -1,6 +1,7 @@
 // fw_cuda::skinny_*: argument checks and the outputs.
 #include "../common/binding.h"
 
+#include <algorithm>
 #include <bit>
 #include <optional>
 #include <string>
@@ -456,9 +457,6 @@ Layer describe_packed(const char* op, const Tensor& x, const PackedWeight& packe
          ", expected a weight of half as many columns, which are a multiple of ", kLineBytes,
          ", and less than 2^28 of each");
   }
-  if (num_tokens > max_tokens) {
-    fail(op, "x ", shape_of(x), " has ", num_tokens, " rows, expected ", max_tokens, " or fewer");
-  }
   const int64_t groups = scale.dim() == 2 ? scale.size(1) : 0;
   if (groups == 0 || in_features % groups != 0 || scale.size(0) != rows || !scale.is_contiguous()) {
     fail(op, "weight_scale has shape ", shape_of(scale), ", expected a contiguous [", rows,
@@ -466,6 +464,11 @@ Layer describe_packed(const char* op, const Tensor& x, const PackedWeight& packe
   }
   const int64_t columns = in_features / groups;
   const Operands operands = packed_operands(op, packed, groups, columns);
+  const bool for_many = operands == Operands::kInt4 || operands == Operands::kMxFp4;
+  const int64_t most = for_many ? max_tokens : std::min<int64_t>(max_tokens, kMaxWideTokens);
+  if (num_tokens > most) {
+    fail(op, "x ", shape_of(x), " has ", num_tokens, " rows, expected ", most, " or fewer");
+  }
   SkinnyLinearArgs args = {};
   args.epilogue = epilogue;
   if (args.gated() && rows % 2 != 0) {

@@ -25,20 +25,26 @@ cudaError_t stream_rows(const SkinnyLinearArgs& args, bool programmatic, cudaStr
   return launch<Low>(args, OneRank{}, splits, programmatic, stream);
 }
 
+// Blocks that share the weight best, for each that a multiprocessor holds (docs/lab/linear.md).
+constexpr int kBlocksInRound = 100;
+
+// The formats that more rows than the streaming kernel's are multiplied by.
+template <typename Format>
+constexpr bool kForMany = std::is_same_v<Format, Int4> || std::is_same_v<Format, MxFp4>;
+
 template <typename Format, bool kZeros, int kTokens, int kStages, int kXStages>
 cudaError_t multiply_rows(const SkinnyLinearArgs& args, bool programmatic, cudaStream_t stream) {
   using T = PackedTile<Format, kZeros, kTokens, kStages, kXStages>;
   const int halves = args.gated() ? 2 : 1, outputs = kPackedRows / halves;
   const int tiles = (args.out_features + outputs - 1) / outputs;
   const int lines = args.in_features / kPackedLineColumns;
-  const int token_tiles = (args.num_tokens + kTokens - 1) / kTokens;
   const auto bytes_of = [&](int splits) {
     const int most_lines = (lines + splits - 1) / splits;
     return T::kBytes + T::Table::bytes(args.group, most_lines * kPackedLineColumns);
   };
-  // One round of blocks, or the fewest whose scales have room.
+  // About one round of blocks, or the fewest whose scales have room.
   const int most_splits = std::min(lines, kMostPackedSplits);
-  int splits = std::clamp(kMultiprocessors / (tiles * token_tiles), 1, most_splits);
+  int splits = std::clamp(T::kBlocks * kBlocksInRound / tiles, 1, most_splits);
   while (splits < most_splits && bytes_of(splits) > kMostPackedBytes) ++splits;
   CUtensorMap weight_map, x_map;
   cudaError_t error =
@@ -51,18 +57,19 @@ cudaError_t multiply_rows(const SkinnyLinearArgs& args, bool programmatic, cudaS
   constexpr auto kKernel = packed_linear_kernel<T>;
   error = allow_shared_memory<kKernel>(kMostPackedBytes);
   if (error != cudaSuccess) return error;
-  const LaunchConfig config(tiles * token_tiles * splits, kPackedThreads, bytes_of(splits), splits,
-                            programmatic, stream);
+  const LaunchConfig config(tiles * splits, kPackedThreads, bytes_of(splits), splits, programmatic,
+                            stream);
   return cudaLaunchKernelEx(&config.config, kKernel, weight_map, x_map, args, splits);
 }
 
 template <typename Format, bool kZeros>
 cudaError_t launch_rows(const SkinnyLinearArgs& args, bool programmatic, cudaStream_t stream) {
   const int tokens = args.num_tokens;
-  if (tokens <= 16) return multiply_rows<Format, kZeros, 16, 4, 12>(args, programmatic, stream);
-  if (tokens <= 32) return multiply_rows<Format, kZeros, 32, 3, 9>(args, programmatic, stream);
-  if (tokens <= 64) return multiply_rows<Format, kZeros, 64, 3, 7>(args, programmatic, stream);
-  return multiply_rows<Format, kZeros, 128, 3, 4>(args, programmatic, stream);
+  if (tokens <= 16) return multiply_rows<Format, kZeros, 16, 4, 8>(args, programmatic, stream);
+  if (tokens <= 32) return multiply_rows<Format, kZeros, 32, 4, 6>(args, programmatic, stream);
+  if (tokens <= 64) return multiply_rows<Format, kZeros, 64, 3, 5>(args, programmatic, stream);
+  if (tokens <= 128) return multiply_rows<Format, kZeros, 128, 4, 6>(args, programmatic, stream);
+  return multiply_rows<Format, kZeros, 256, 3, 4>(args, programmatic, stream);
 }
 
 template <typename Format>
@@ -70,11 +77,15 @@ cudaError_t launch_format(const SkinnyLinearArgs& args, bool programmatic, cudaS
   if (args.num_tokens <= 2) return stream_rows<Format, 2>(args, programmatic, stream);
   if (args.num_tokens <= kMaxWideTokens) return stream_rows<Format, 8>(args, programmatic, stream);
   const bool plain = args.epilogue != Epilogue::kAdd && !args.squares && !args.out_scale;
-  if (args.num_tokens > kMaxPackedTokens || !plain) return cudaErrorInvalidValue;
-  if constexpr (Format::kZeros) {
-    if (args.group.zero) return launch_rows<Format, true>(args, programmatic, stream);
+  if constexpr (kForMany<Format>) {
+    if (args.num_tokens <= kMaxPackedTokens && plain) {
+      if constexpr (Format::kZeros) {
+        if (args.group.zero) return launch_rows<Format, true>(args, programmatic, stream);
+      }
+      return launch_rows<Format, false>(args, programmatic, stream);
+    }
   }
-  return launch_rows<Format, false>(args, programmatic, stream);
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace

@@ -8,7 +8,8 @@
 //   as tensor copies leave it, so that columns are in their own order.
 // - Two rings of stages: lines of 256 columns of the weight, of which those of the whole ring are
 //   under way before the wait for x, and lines of 64 columns of x.
-// - While one warpgroup multiplies, the three others make numbers.
+// - Registers hold the numbers of two lines of x: those of one are made while the other's are
+//   multiplied.
 // - The `splits` blocks of a cluster share a tile along K. Each leaves its sums in its shared
 //   memory; all of them add up, in order of rank, and store a part of the tile.
 //
@@ -26,15 +27,13 @@
 
 namespace fusewright::gemm {
 
-constexpr int kPackedGroups = 4;  // of warps that multiply, each with 64 rows of a tile
-constexpr int kPackedComputeThreads = kPackedGroups * kWarpgroupThreads;
+constexpr int kPackedComputeThreads = 2 * kWarpgroupThreads;
 constexpr int kPackedThreads = kPackedComputeThreads + kWarpgroupThreads;  // of which one copies
-constexpr int kPackedRows = kPackedGroups * 64;                            // of a tile
-constexpr int kPackedRegisters = 120;                                      // of who multiplies
-constexpr int kMostPackedSplits = 8;
+constexpr int kPackedRows = 128;                                           // of a tile
 constexpr int kPackedLineColumns = 2 * kLineBytes;  // of a line of the weight
 constexpr int kXLineColumns = kLineBytes / 2;       // of a line of x
 constexpr int kXLinesOfLine = kPackedLineColumns / kXLineColumns;
+constexpr int kMostPackedSplits = 8;
 constexpr int kMostPackedBytes = 225 * 1024;  // of dynamic shared memory
 constexpr int kPackedSumPitch = kPackedRows + 4;
 
@@ -45,6 +44,8 @@ struct PackedTile {
   using Table = ScaleTable<Format, kPackedRows, kPackedComputeThreads / kWarpSize>;
   static constexpr bool kZeros = kZeros_;
   static constexpr int kTokens = kTokens_, kStages = kStages_, kXStages = kXStages_;
+  // Blocks a multiprocessor, and the registers of a thread that multiplies.
+  static constexpr int kBlocks = kTokens <= 64 ? 2 : 1, kRegisters = kTokens <= 64 ? 104 : 232;
   static_assert(kXStages + 2 < kXLinesOfLine * kStages, "weights are ahead of x");
   static constexpr int kWeightBytes = kPackedRows * kLineBytes, kXBytes = kTokens * kLineBytes;
   static constexpr int kRingBytes = kStages * kWeightBytes + kXStages * kXBytes;
@@ -57,18 +58,15 @@ struct PackedShared {
   uint64_t full[T::kStages], empty[T::kStages], x_full[T::kXStages], x_empty[T::kXStages];
 };
 
-// What a block computes: a tile's outputs from `output` on and tokens from `token` on, over some
-// lines of K.
+// What a block computes: a tile's outputs from `output` on, over some lines of K.
 struct PackedShare {
-  int rank, splits, outputs, output, token, num_tokens, first, num_lines;
+  int rank, splits, outputs, output, first, num_lines;
 
-  __device__ PackedShare(const SkinnyLinearArgs& args, int splits, int tokens, int token_tiles)
+  __device__ PackedShare(const SkinnyLinearArgs& args, int splits)
       : rank(splits > 1 ? block_rank() : 0),
         splits(splits),
         outputs(args.gated() ? kPackedRows / 2 : kPackedRows),
-        output(blockIdx.x / splits / token_tiles * outputs),
-        token(blockIdx.x / splits % token_tiles * tokens),
-        num_tokens(min(args.num_tokens - token, tokens)) {
+        output(blockIdx.x / splits * outputs) {
     const int lines = args.in_features / kPackedLineColumns;
     first = rank * lines / splits;
     num_lines = (rank + 1) * lines / splits - first;
@@ -122,7 +120,7 @@ __device__ __forceinline__ void copy_packed(const CUtensorMap& weight_map, const
     }
     const uint32_t full = shared_address(&shared.x_full[x_place.stage]);
     barrier_expect_bytes(full, T::kXBytes);
-    copy_box(x_memory + x_place.stage * T::kXBytes, x_map, 0, first_x + x_line, share.token, full,
+    copy_box(x_memory + x_place.stage * T::kXBytes, x_map, 0, first_x + x_line, 0, full,
              kEvictNormal);
     x_place.next();
     // The line whose stage came free with the line of x whose stage this one took.
@@ -190,7 +188,8 @@ __device__ __forceinline__ void multiply_packed_lines(PackedShared<T>& shared, u
   const uint32_t x_memory = memory + T::kStages * T::kWeightBytes;
   RingPlace<T::kStages> place;
   RingPlace<T::kXStages> x_place;
-  uint32_t numbers[4][4];
+  int previous = 0;
+  uint32_t a[2][4][4];
   RowScale of[2] = {};
   for (int line = 0; line < share.num_lines; ++line) {
     barrier_wait(shared_address(&shared.full[place.stage]), place.parity);
@@ -198,6 +197,7 @@ __device__ __forceinline__ void multiply_packed_lines(PackedShared<T>& shared, u
     const int column = line * kPackedLineColumns;
 #pragma unroll
     for (int part = 0; part < kXLinesOfLine; ++part) {
+      uint32_t (&numbers)[4][4] = a[part % 2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int chunk = part * 2 + half;
@@ -234,15 +234,19 @@ __device__ __forceinline__ void multiply_packed_lines(PackedShared<T>& shared, u
                  line == 0 && part == 0 && k == 0);
       }
       wgmma_commit_group();
-      wgmma_wait_group<0>();
+      wgmma_wait_group<1>();
 #pragma unroll
-      for (int k = 0; k < 4; ++k) pin(numbers[k]);  // now free
-      __syncwarp();
-      if (lane == 0) barrier_arrive(shared_address(&shared.x_empty[x_place.stage]));
+      for (int k = 0; k < 4; ++k) pin(a[1 - part % 2][k]);  // now free
+      if (line > 0 || part > 0) {
+        __syncwarp();
+        if (lane == 0) barrier_arrive(shared_address(&shared.x_empty[previous]));
+      }
+      previous = x_place.stage;
       x_place.next();
     }
     place.next();
   }
+  wgmma_wait_group<0>();
   pin(sums);
 }
 
@@ -281,7 +285,7 @@ __device__ __forceinline__ void store_packed(const SkinnyLinearArgs& args, const
     return total;
   };
 #pragma unroll 1
-  for (int item = share.rank * kPackedComputeThreads + threadIdx.x; item < share.num_tokens * pairs;
+  for (int item = share.rank * kPackedComputeThreads + threadIdx.x; item < args.num_tokens * pairs;
        item += stride) {
     const int token = item / pairs, row = item % pairs * 2, n = share.output + row;
     if (n >= args.out_features) continue;
@@ -294,7 +298,7 @@ __device__ __forceinline__ void store_packed(const SkinnyLinearArgs& args, const
       const float2 up = add_up(token, row + share.outputs);
       v.x *= rounded(up.x, kElement), v.y *= rounded(up.y, kElement);
     }
-    const int64_t at = static_cast<int64_t>(share.token + token) * args.out_features + n;
+    const int64_t at = static_cast<int64_t>(token) * args.out_features + n;
     reinterpret_cast<uint32_t*>(args.y)[at / 2] = pack<__nv_bfloat16>(v.x, v.y);
   }
 }
@@ -337,14 +341,13 @@ __device__ __forceinline__ void multiply_and_store(PackedShared<T>& shared, uint
 
 // Clusters of `splits` blocks, each of a tile.
 template <typename T>
-__global__ void __launch_bounds__(kPackedThreads, 1)
+__global__ void __launch_bounds__(kPackedThreads, T::kBlocks)
     packed_linear_kernel(const __grid_constant__ CUtensorMap weight_map,
                          const __grid_constant__ CUtensorMap x_map,
                          const __grid_constant__ SkinnyLinearArgs args, int splits) {
   extern __shared__ __align__(1024) uint8_t memory[];
   __shared__ PackedShared<T> shared;
-  const int token_tiles = (args.num_tokens + T::kTokens - 1) / T::kTokens;
-  const PackedShare share(args, splits, T::kTokens, token_tiles);
+  const PackedShare share(args, splits);
   const uint32_t rings = shared_address(memory);
   const typename T::Table table(memory + T::kBytes, args.group, share.first * kPackedLineColumns,
                                 share.num_lines * kPackedLineColumns);
@@ -374,7 +377,7 @@ __global__ void __launch_bounds__(kPackedThreads, 1)
       cluster_wait();
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kPackedRegisters));
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(T::kRegisters));
     multiply_and_store<T>(shared, rings, memory, share, table, args);
   }
 }

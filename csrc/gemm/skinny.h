@@ -15,7 +15,7 @@ namespace fusewright::gemm {
 constexpr int kMaxSkinnyTokens = 32;
 constexpr int kMaxNormedTokens = 16;   // between linears that share a norm
 constexpr int kMaxWideTokens = 8;      // in bfloat16, for a weight of FP8 or four bits
-constexpr int kMaxPackedTokens = 256;  // for a weight of four bits
+constexpr int kMaxPackedTokens = 256;  // for a weight of kInt4 or kMxFp4
 constexpr int kMaxClusterTokens = 64;
 constexpr int kMaxClusterFeatures = 112 * 66;  // in one round of clusters
 constexpr int kMinClusterDepth = 128;          // in_features: a line for each of two blocks

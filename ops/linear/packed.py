@@ -1,9 +1,9 @@
 """csrc's kernels of linear layers whose weights have four bits: what they read, and their calls.
 
 Up to 8 rows the streaming kernel reads them, with prologue and epilogue
-(``csrc/gemm/skinny_packed.cuh``); up to 256 rows a kernel that makes numbers of them in registers
-and multiplies those by all rows (``csrc/gemm/packed_linear.cuh``).  Which stored formats they read
-is a table, ``_READ``; no format is known here by its name.
+(``csrc/gemm/skinny_packed.cuh``); some formats up to 256 rows a kernel that makes numbers of them
+in registers and multiplies those by all rows (``csrc/gemm/packed_linear.cuh``).  Which stored formats
+they read is a table, ``_READ``; no format is known here by its name.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from .desc import LinearArgs, LinearDesc
 _LINE_COLUMNS, _UNIT_ROWS = 256, 16
 # The scales of a block's rows have room beside its rings.
 _MOST_COLUMNS = 28672
-JOINED_ROWS = 8
-"""The most rows of layers that share a norm."""
+STREAMED_ROWS = 8
+"""The most rows of the streaming kernel, which alone joins layers that share a norm."""
+# Integers by 16 rows take a layer of Llama-3-8B 91 us, and Triton 80; by 64 rows 115, and Triton 127
+# (docs/lab/linear.md).
+_FEWER_ROWS_OF_TRITON = 32
 _ALONE, _ZEROS, _ROW_SCALES = "alone", "with zero points", "with scales of rows"
 _READ: dict[tuple[bool, str, int], tuple[str, ...]] = {
     (False, "float16", 128): (_ALONE, _ZEROS),
@@ -71,6 +74,16 @@ def _columns(scale: StoredTensor) -> str:
     return f"{rows} rows and {columns or 'all'} columns"
 
 
+def _most_rows(desc: LinearDesc) -> int:
+    """The most rows for which one of the kernels is chosen.  That for more rows has run with E2M1 in
+    groups of 32 and with integers in groups of 128."""
+    stored = desc.format.stored
+    assert stored is not None
+    if desc.add or desc.prologue or stored.scale.unit[1] != (32 if stored.values else 128):
+        return STREAMED_ROWS
+    return most_rows("packed 4 bits", desc.out_features)
+
+
 def why_not_read(desc: LinearDesc) -> str:
     """Why the kernels do not read the weight of a layer, or an empty string."""
     stored = desc.format.stored
@@ -95,10 +108,12 @@ def refuses(desc: LinearDesc, rows: int, target: Target) -> str:
     """Why csrc's kernels do not serve a layer, or an empty string."""
     if reason := target.why_no_hopper or why_not_read(desc):
         return reason
-    joined = desc.add or desc.prologue
-    most = JOINED_ROWS if joined else most_rows("packed 4 bits", desc.out_features)
+    most = _most_rows(desc)
     if not 0 < rows <= most:
         return f"{rows} rows: reads words for 1 to {most}"
+    is_integer = desc.format.stored is not None and not desc.format.stored.values
+    if is_integer and STREAMED_ROWS < rows <= _FEWER_ROWS_OF_TRITON:
+        return f"{rows} rows: faster up to {STREAMED_ROWS} and from {_FEWER_ROWS_OF_TRITON + 1} on"
     return target.why_no_csrc
 
 

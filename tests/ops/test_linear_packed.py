@@ -29,6 +29,7 @@ from tests.ops.replays import check_replays
 OP = BY_NAME["linear"]
 H200 = Target(torch.device("meta"), 90, csrc=True)
 FORMATS = ["int4_g128", "int4_zero_g128", "int4_g64", "int4_g32", "int4_channel", "mxfp4", "nvfp4"]
+FOR_MANY_ROWS = ("int4_g128", "int4_zero_g128", "mxfp4")
 LEFT_TO_TRITON = ["int4_zero_g64", "int4_zero_channel", "int8_g128", "int8_channel"]
 # Either side of the bounds of each kernel's tiles.
 ROWS = (1, 2, 3, 8, 9, 16, 17, 33, 64, 65, 129, 256)
@@ -81,7 +82,7 @@ def test_it_is_near_float64(n: int, k: int, name: str, kernels: Any, fw_seed: in
     torch.manual_seed(fw_seed)
     tensors = weight_of(name, n, k)
     numbers = numbers_of(name, tensors)
-    for rows in ROWS:
+    for rows in ROWS if name in FOR_MANY_ROWS else ROWS[:4]:
         x = draw_x(rows, k)
         bias = torch.randn(n, device="cuda").bfloat16() if rows % 2 else None
         call = (x, *operands_of(name, tensors, bias))
@@ -169,6 +170,9 @@ def test_what_it_cannot_read_is_named(kernels: Any) -> None:
     x = draw_x(3, 256)
     with pytest.raises(RuntimeError, match="257 rows, expected 256 or fewer"):
         kernels.packed_linear(draw_x(257, 256), weight, scale, *rest)
+    of_rows = operands_of("nvfp4", weight_of("nvfp4", 64, 256))
+    with pytest.raises(RuntimeError, match="9 rows, expected 8 or fewer"):
+        kernels.packed_linear(draw_x(9, 256), *of_rows)
     with pytest.raises(RuntimeError, match="expected a weight of half as many columns"):
         kernels.packed_linear(draw_x(3, 512), weight, scale, *rest)
     with pytest.raises(RuntimeError, match=r"expected a contiguous \[64, groups\]"):
@@ -184,7 +188,7 @@ def test_what_it_cannot_read_is_named(kernels: Any) -> None:
 def test_the_op_computes_as_its_definition(name: str, kernels: Any) -> None:
     tensors = weight_of(name, 512, 1024)
     rest = (None, None, tensors.get("weight_zero"), name, tensors.get("weight_row_scale"))
-    for rows in (1, 40):
+    for rows in (1, 40) if name in FOR_MANY_ROWS else (1, 8):
         x = draw_x(rows, 1024)
         args = (x, tensors["weight"], None, None, tensors["weight_scale"], None, *rest)
         got = OP.overload("low_bit")(*args)
@@ -193,8 +197,13 @@ def test_the_op_computes_as_its_definition(name: str, kernels: Any) -> None:
 
 
 def test_rows_choose_the_kernel() -> None:
-    chosen = {rows: select(DESC, rows, H200).kernel for rows in (1, 8, 9, 256, 257)}
-    assert chosen == {1: PACKED, 8: PACKED, 9: PACKED, 256: PACKED, 257: LOW_BIT_ONCE}
+    chosen = {rows: select(DESC, rows, H200).kernel for rows in (1, 8, 9, 32, 33, 256, 257)}
+    by_csrc = {1: PACKED, 8: PACKED, 33: PACKED, 256: PACKED}
+    assert chosen == by_csrc | {9: LOW_BIT, 32: LOW_BIT, 257: LOW_BIT_ONCE}
+    floats = replace(DESC, weight_format="mxfp4")
+    assert [select(floats, rows, H200).kernel for rows in (8, 9, 256)] == [PACKED] * 3
+    small = replace(DESC, weight_format="int4_g32")
+    assert [select(small, rows, H200).kernel for rows in (8, 9)] == [PACKED, LOW_BIT]
     assert select(DESC, 1, replace(H200, csrc=False)).kernel is LOW_BIT
     joined = replace(DESC, add=True, activation="")
     assert PACKED.refuses(joined, 8, H200) == ""
@@ -243,9 +252,12 @@ def test_depths_that_are_no_whole_lines_or_too_large_are_left_to_triton(columns:
     assert "expected multiples of 16 and of 256 up to 28672" in packed.why_not_read(desc)
 
 
-@pytest.mark.parametrize(("rows", "kernels_of"), [(1, JOINED), (8, JOINED), (9, None), (300, None)])
-def test_few_rows_are_joined_by_csrc_and_more_run_in_turn(rows: int, kernels_of: Any) -> None:
-    """Triton joins what csrc reads for no number of rows."""
+@pytest.mark.parametrize(
+    ("rows", "kernel"),
+    [(1, JOINED), (8, JOINED), (9, JOINED_OF_TRITON), (33, None), (256, None), (300, None)],
+)
+def test_few_rows_are_joined_and_more_run_in_turn(rows: int, kernel: Any) -> None:
+    """Triton joins no rows that csrc multiplies."""
     stored = STORED_FORMATS["int4_g128"]
 
     def of_shape(dtype: torch.dtype, *shape: int) -> TensorDesc:
@@ -263,9 +275,7 @@ def test_few_rows_are_joined_by_csrc_and_more_run_in_turn(rows: int, kernels_of:
     operands = [*layer(1024, 2048), of_shape(bf16, 1024), *layer(4096, 1024)]
     x, residual = of_shape(bf16, rows, 2048), of_shape(bf16, rows, 1024)
     steps = lay(Call.of((x, residual, operands, text, None)), H200, CUDA.kernels)
-    if rows <= 256:
-        assert steps[0].kernel is kernels_of
-        assert JOINED_OF_TRITON not in [step.kernel for step in steps]
+    assert steps[0].kernel is kernel
     of_triton = lay(
         Call.of((x, residual, operands, text, None)), replace(H200, csrc=False), CUDA.kernels
     )
