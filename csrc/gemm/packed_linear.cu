@@ -66,7 +66,6 @@ template <typename Format, bool kZeros>
 cudaError_t launch_rows(const SkinnyLinearArgs& args, bool programmatic, cudaStream_t stream) {
   const int tokens = args.num_tokens;
   if (tokens <= 16) return multiply_rows<Format, kZeros, 16, 4, 8>(args, programmatic, stream);
-  if (tokens <= 32) return multiply_rows<Format, kZeros, 32, 4, 6>(args, programmatic, stream);
   if (tokens <= 64) return multiply_rows<Format, kZeros, 64, 3, 5>(args, programmatic, stream);
   if (tokens <= 128) return multiply_rows<Format, kZeros, 128, 4, 6>(args, programmatic, stream);
   return multiply_rows<Format, kZeros, 256, 3, 4>(args, programmatic, stream);

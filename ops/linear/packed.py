@@ -2,8 +2,8 @@
 
 Up to 8 rows the streaming kernel reads them, with prologue and epilogue
 (``csrc/gemm/skinny_packed.cuh``); some formats up to 256 rows a kernel that makes numbers of them
-in registers and multiplies those by all rows (``csrc/gemm/packed_linear.cuh``).  Which stored formats
-they read is a table, ``_READ``; no format is known here by its name.
+in registers and multiplies those by all rows (``csrc/gemm/packed_linear.cuh``).  Which stored
+formats they read is a table, ``_READ``; no format is known here by its name.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _LINE_COLUMNS, _UNIT_ROWS = 256, 16
 _MOST_COLUMNS = 28672
 STREAMED_ROWS = 8
 """The most rows of the streaming kernel, which alone joins layers that share a norm."""
-# Integers by 16 rows take a layer of Llama-3-8B 91 us, and Triton 80; by 64 rows 115, and Triton 127
-# (docs/lab/linear.md).
+# Integers by 16 rows take a layer of Llama-3-8B 91 us, and Triton 80; by 64 rows 115, and Triton
+# 127 (docs/lab/linear.md).
 _FEWER_ROWS_OF_TRITON = 32
 _ALONE, _ZEROS, _ROW_SCALES = "alone", "with zero points", "with scales of rows"
 _READ: dict[tuple[bool, str, int], tuple[str, ...]] = {
@@ -75,8 +75,8 @@ def _columns(scale: StoredTensor) -> str:
 
 
 def _most_rows(desc: LinearDesc) -> int:
-    """The most rows for which one of the kernels is chosen.  That for more rows has run with E2M1 in
-    groups of 32 and with integers in groups of 128."""
+    """The most rows for which one of the kernels is chosen.  That for more rows reads E2M1 in
+    groups of 32 and integers in groups of 128."""
     stored = desc.format.stored
     assert stored is not None
     if desc.add or desc.prologue or stored.scale.unit[1] != (32 if stored.values else 128):
