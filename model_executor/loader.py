@@ -150,7 +150,7 @@ def _load_captured(
         model = CapturedModel(spec)
         stored, found = stored_model(model.facts, spec.dtype), read_headers(folder)
         if spec.quant:
-            quantized = quantized_moves(model, stored, found)
+            quantized = quantized_moves(model, stored, found, rank)
             materialize(model, None, device)
             with progress("Loading weights", quantized.nbytes) as advance:
                 fill_quantized(model, quantized, advance, rank)

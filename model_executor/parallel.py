@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..config.errors import UserError
-from ..config.weight_format import StoredFormat
+from ..config.weight_format import StoredFormat, full_name
 from .quant.scheme import BLOCK, FORMATS
 
 if TYPE_CHECKING:
@@ -64,14 +64,14 @@ def check_parallel(
     *,
     expert_parallel: bool = False,
     num_stages: int = 1,
-    quantized: bool = False,
+    quantization: str | None = None,
 ) -> None:
     """Refuse a number of ranks, or of stages, over which the model does not spread.
 
     Args:
         world: ranks of a stage.
         expert_parallel: each rank is to hold whole experts.
-        quantized: the model is to be quantized when it is loaded.
+        quantization: what weights become when they are loaded, if the checkpoint does not say.
 
     Raises:
         UserError: names what does not divide, and the numbers that would work; or the model has
@@ -87,15 +87,11 @@ def check_parallel(
             "enable_expert_parallel: each expert of a model without an adapter is split over the "
             "ranks; leave it out"
         )
-    if spec.captured and world > 1 and (quantized or spec.quant):
-        stored = [FORMATS[k] for n, k in spec.quantized_kinds if spec.of_experts(n)]
-        alone = stored and len(stored) == len(spec.quantized_kinds)
-        if quantized or not alone or not all(isinstance(form, StoredFormat) for form in stored):
-            raise UserError(
-                f"tensor_parallel_size={world}: the quantized weights of a model without an "
-                "adapter are not split yet, but those of experts in a stored format; use one rank, "
-                "or the model's unquantized weights"
-            )
+    if spec.captured and world > 1 and (reason := _unsplit_kind(spec, quantization)):
+        raise UserError(
+            f"tensor_parallel_size={world}: {reason}, and a model without an adapter does not "
+            "spread then; use one rank, weights alone (int4, int8, mxfp4), or 16-bit weights"
+        )
     if num_stages > spec.num_layers:
         raise UserError(
             f"pipeline_parallel_size={num_stages}: a stage has a layer at least, and "
@@ -117,6 +113,18 @@ def check_parallel(
 def fitting(spec: ModelSpec, most: int) -> list[int]:
     """The numbers of ranks up to ``most`` over which a model spreads."""
     return [world for world in range(1, most + 1) if not why_not(spec, world)]
+
+
+def _unsplit_kind(spec: ModelSpec, quantization: str | None) -> str:
+    """Why the quantized layers of a captured model do not spread, or an empty string."""
+    kinds = [kind for _, kind in spec.quantized_kinds]
+    for kind in (*kinds, *([full_name(quantization) or ""] if quantization else [])):
+        form = FORMATS.get(kind)
+        if form is not None and (not isinstance(form, StoredFormat) or form.x_dtype):
+            return f"layers in {kind} quantize their input"
+    if spec.quant is not None and spec.quant.gathered:
+        return "layers take the columns of their input in an order of their own (desc_act)"
+    return ""
 
 
 def why_not(spec: ModelSpec, world: int) -> str:

@@ -35,7 +35,8 @@ ENGINE = table(
     same("dtype", "half and float are understood too"),
     same(
         "quantization",
-        "fp8, int4, int8, mxfp4 of 16-bit weights; not awq, gptq: a checkpoint says so itself",
+        "fp8, int4, int8, mxfp4, w8a8_int8 of 16-bit weights; not awq, gptq: a checkpoint says so "
+        "itself",
     ),
     same("kv_cache_dtype", "auto, fp8, fp8_e4m3"),
     same("load_format", "auto, safetensors, dummy"),

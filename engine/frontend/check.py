@@ -50,7 +50,7 @@ def check_start(options: EngineOptions, *, weights: bool = True) -> None:
         options.tensor_parallel_size,
         expert_parallel=options.enable_expert_parallel,
         num_stages=options.pipeline_parallel_size,
-        quantized=options.quantization is not None,
+        quantization=kind,
     )
     check_drafter(options, spec, weights=weights)
     default_sampling(options.model, options.generation_config)

@@ -82,7 +82,7 @@ def read_model(
         parallel.tensor_parallel_size,
         expert_parallel=parallel.enable_expert_parallel,
         num_stages=parallel.pipeline_parallel_size,
-        quantized=options.quantization is not None,
+        quantization=options.quantization,
     )
     check_kernels(dict(config.compile.kernels))
     spec = with_kept(with_options(spec, config), config)

@@ -38,8 +38,7 @@ from .formats import WEIGHT_FORMATS, WeightFormat, dequantize
 
 Gemm = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
-_CALLS = 4096
-_STORED = "it reads no weights of a stored format"
+_CALLS, _STORED = 4096, "it reads no weights of a stored format"
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,25 +91,6 @@ def _algorithm(desc: LinearDesc, rows: int, target: Target) -> str:
     shape = (desc.out_features, desc.in_features)
     found = _device_table.algorithm(desc.weight_format, target.device, rows, *shape)
     return f"algorithm of {found[0].file}" if found else ""
-
-
-def why_not_int8(desc: LinearDesc) -> str:
-    """Why the kernels that multiply int8 do not serve a layer, or an empty string."""
-    stored = desc.format.stored
-    if stored is None or stored.x_dtype != "int8" or stored.x_columns:
-        return "x is not int8 with one scale a row"
-    weight, scale = stored.weight, stored.scale
-    if (weight.dtype, weight.packing, weight.transposed) != ("int8", None, False):
-        return f"the weight is of {weight.dtype}, expected int8 in rows"
-    if scale.unit != (1, 0) or scale.dtype != "float32" or stored.zero or stored.row_scale:
-        return "expected a float32 scale for each row of the weight, and no zero points"
-    if stored.values or stored.offset or desc.groups > 1 or desc.prologue or desc.add:
-        return "multiplies and adds a bias, nothing else"
-    return ""
-
-
-def _int8_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
-    return "on cpu, not CUDA" if target.device.type == "cpu" else why_not_int8(desc)
 
 
 def _tiled_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
@@ -253,7 +233,11 @@ TILED = LinearKernel(
     "_linear_fp8_kernel", _tiled_refuses, run_launches(plan_tiled), plan_tiled, scaled=True
 )
 INT8 = LinearKernel(
-    "_linear_fp8_kernel of int8", _int8_refuses, run_launches(plan_tiled), plan_tiled, scaled=True
+    "_linear_fp8_kernel of int8",
+    lowbit.int8_refuses,
+    run_launches(plan_tiled),
+    plan_tiled,
+    scaled=True,
 )
 ACTIVATING = LinearKernel(
     "cuBLASLt with activation", _activating_refuses, _run_activating, fuses=True

@@ -46,7 +46,6 @@ from .kernels import (
     plan_epilogue,
     plan_tiled,
     runner,
-    why_not_int8,
 )
 
 
@@ -142,7 +141,7 @@ def _choices_of_admitted(*args: Any) -> tuple[Choice, ...]:
 
 def _plan_tiled(*args: Any, invariant: bool = False) -> Launches[Tensor]:
     describe(*args)
-    if LinearArgs(*args).weight_format is not None and why_not_int8(describe(*args)):
+    if LinearArgs(*args).weight_format is not None and lowbit.why_not_int8(describe(*args)):
         return lowbit.plan_tiled(*args, invariant=invariant)
     launches, y = plan_tiled(*args, invariant=invariant)
     more, y = plan_epilogue(y, *LinearArgs(*args).epilogue)
@@ -202,7 +201,7 @@ def _own_kernel(desc: LinearDesc) -> str:
 
 def _stored_kernel(desc: LinearDesc) -> LinearKernel:
     """The kernel of the table that is for weights stored like this one's, for few rows."""
-    return LOW_BIT if why_not_int8(desc) else INT8
+    return LOW_BIT if lowbit.why_not_int8(desc) else INT8
 
 
 def _low_bit_refuses(desc: LinearDesc, call: OpDesc) -> str:
@@ -211,7 +210,7 @@ def _low_bit_refuses(desc: LinearDesc, call: OpDesc) -> str:
 
 
 def _tiled_refuses(desc: LinearDesc, call: OpDesc) -> str:
-    return why_not_int8(desc) and lowbit.why_not_read(desc) if desc.format.stored else ""
+    return lowbit.why_not_int8(desc) and lowbit.why_not_read(desc) if desc.format.stored else ""
 
 
 def _native_refuses(desc: LinearDesc, call: OpDesc) -> str:

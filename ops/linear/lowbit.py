@@ -2,7 +2,8 @@
 
 For some rows a kernel reads the words and makes numbers of them in registers; for more rows it
 costs less to write all numbers once and to leave the multiplication to cuBLAS.  What the kernels
-read of a stored format is said by ``why_not_read``; no format is known here by its name.
+read of a stored format is said by ``why_not_read``; no format is known here by its name.  Where x
+is int8 too, the GEMM of FP8 multiplies as the tensor cores do, at any number of rows.
 """
 
 from __future__ import annotations
@@ -32,6 +33,26 @@ def why_not_read(desc: LinearDesc) -> str:
     if desc.groups > 1 or desc.prologue or desc.add:
         return "multiplies, adds a bias and activates, nothing else"
     return why_not_words(desc.format.stored, desc.in_features)
+
+
+def why_not_int8(desc: LinearDesc) -> str:
+    """Why the kernels that multiply int8 do not serve a layer, or an empty string."""
+    stored = desc.format.stored
+    if stored is None or stored.x_dtype != "int8" or stored.x_columns:
+        return "x is not int8 with one scale a row"
+    weight, scale = stored.weight, stored.scale
+    if (weight.dtype, weight.packing, weight.transposed) != ("int8", None, False):
+        return f"the weight is of {weight.dtype}, expected int8 in rows"
+    if scale.unit != (1, 0) or scale.dtype != "float32" or stored.zero or stored.row_scale:
+        return "expected a float32 scale for each row of the weight, and no zero points"
+    if stored.values or stored.offset or desc.groups > 1 or desc.prologue or desc.add:
+        return "multiplies and adds a bias, nothing else"
+    return ""
+
+
+def int8_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
+    """Why the kernel that multiplies int8 does not serve a layer, or an empty string."""
+    return "on cpu, not CUDA" if target.device.type == "cpu" else why_not_int8(desc)
 
 
 def _rows(desc: LinearDesc) -> int:

@@ -106,10 +106,11 @@ SPREAD = ["AutoAWQ 32", "GPTQ v2 int4 g64 zero", "mixed precision", "ModelOpt NV
 
 @pytest.mark.slow
 @pytest.mark.product(8)
-@pytest.mark.parametrize("name", SPREAD)
-def test_two_ranks_answer_as_the_stored_numbers_do(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "impl"), [*product(SPREAD, IMPLS)])
+def test_two_ranks_answer_as_the_stored_numbers_do(name: str, impl: str, tmp_path: Path) -> None:
     reference = save(BY_NAME[name], tmp_path)
-    with LLM(str(tmp_path), tensor_parallel_size=2, optimization_level=0, **OPTIONS) as llm:
+    how = {"tensor_parallel_size": 2, "optimization_level": 0, "model_impl": impl}
+    with LLM(str(tmp_path), **how, **OPTIONS) as llm:
         check_tokens(reference, generate(llm))
 
 
@@ -131,7 +132,7 @@ def quantized(name: str) -> Any:
 @pytest.mark.product
 @pytest.mark.parametrize(
     ("name", "impl", "ranks"),
-    [*product(ONLINE, IMPLS, (1,)), ("int4_g32", "auto", 2), (MXFP4, "auto", 2)],
+    [*product(ONLINE, IMPLS, (1,)), *product(("int4_g32", MXFP4), IMPLS, (2,))],
 )
 def test_weights_are_quantized_while_they_are_loaded(
     name: str, impl: str, ranks: int, tmp_path: Path

@@ -20,7 +20,7 @@ from ...quant.scheme import QuantFormat
 from ..linears import Sibling
 from ..model import CapturedModel
 from ..moves import Move, copy_moves, in_file_order, narrowed, permuted, shifted
-from ..ranks.held import moves_of_rank
+from ..ranks.held import moves_of_rank, of_rank
 from ..text_decoder import Stored
 from .laid import fill_from_layouts
 from .laid_experts import fill_experts
@@ -73,7 +73,7 @@ class QuantizedMoves:
 
 
 def quantized_moves(
-    model: CapturedModel, stored: Stored, found: Mapping[str, TensorInfo]
+    model: CapturedModel, stored: Stored, found: Mapping[str, TensorInfo], rank: int = 0
 ) -> QuantizedMoves:
     """Plan how a captured model is filled.
 
@@ -94,8 +94,14 @@ def quantized_moves(
     types = {} if quant.online else {name: (_type(home),) for name, home in homes.items()}
     moves = stored.moves(gathered.tensors, types)
     plain = [move for move in moves if move.parameter not in homes]
-    placed = ((move, homes[move.parameter]) for move in moves if move.parameter in homes)
-    weights = [(home.move(move), home) for move, home in placed]
+    rules = {shard.name: shard.rule for shard in model.facts.shards}
+    weights = []
+    for move in moves:
+        if (home := homes.get(move.parameter)) is None:
+            continue
+        # Blocks of experts find the place of a rank themselves.
+        rule = None if move.source.name in gathered.experts else rules.get(move.parameter)
+        weights += [(home.move(m), home) for m in of_rank(move, rule, rank, model.facts)]
     return QuantizedMoves(plain, weights, gathered)
 
 
@@ -109,8 +115,7 @@ def _homes(library: nn.Module) -> Iterator[tuple[str, _Home]]:
     names = {id(module): name for name, module in library.named_modules()}
     for name, module in library.named_modules():
         if isinstance(module, Sibling) and (layer := module.shared.linear).quant:
-            start = sum(module.shared.sizes[: module.place])
-            yield f"{name}.weight", _Home(names[id(layer)], layer, start)
+            yield f"{name}.weight", _Home(names[id(layer)], layer, module.rows[0])
         elif isinstance(module, Linear) and module.quant and "+" not in name:
             yield f"{name}.weight", _Home(name, module)
         elif isinstance(module, ExpertLinear) and module.quant:

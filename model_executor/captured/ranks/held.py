@@ -39,7 +39,7 @@ class SpreadParameters:
                         of_experts = replace(rule, dim=rule.dim + 1)
                         self._held.append((module, kind, of_experts, False))
                 elif isinstance(module, Linear):
-                    rule = module.rules[kind]
+                    rule = module.weight_rule if kind == "weight" else module.rules[kind]
                     if rule.split or rule.once:
                         self._held.append((module, kind, rule, rule.once))
                 elif shard := shards.get(name := names[id(parameter)]):
@@ -71,7 +71,8 @@ class SpreadParameters:
     ) -> Spread:
         local: Any = module._parameters[kind]
         # A stored weight claims the shape of its numbers.
-        shape = list(module.shape if isinstance(module, ExpertLinear) else local.shape)
+        stored = isinstance(module, Linear | ExpertLinear) and kind == "weight"
+        shape = list(module.shape if stored else local.shape)
         if once:
             made = Spread(local, shape, self._world)
             made.partial = True
@@ -97,14 +98,17 @@ def moves_of_rank(moves: Iterable[Move], spec: ModelSpec, rank: int) -> list[Mov
     facts = spec.captured
     assert facts is not None
     shards = {shard.name: shard.rule for shard in facts.shards}
-    own: list[Move] = []
-    for move in moves:
-        rule = shards.get(move.parameter)
-        if rule is None or (rule.once and rank == 0):
-            own.append(move)
-        elif not rule.once:
-            own += _of_parts(move, rule, rank, facts.ranks)
-    return in_file_order(own)
+    return in_file_order(
+        part for move in moves for part in of_rank(move, shards.get(move.parameter), rank, facts)
+    )
+
+
+def of_rank(move: Move, rule: ShardRule | None, rank: int, facts: CapturedFacts) -> Iterator[Move]:
+    """The parts of a copy into a parameter with a rule that fill what a rank holds of it."""
+    if rule is None or (rule.once and rank == 0):
+        yield move
+    elif not rule.once:
+        yield from _of_parts(move, rule, rank, facts.ranks)
 
 
 def _of_parts(move: Move, rule: ShardRule, rank: int, world: int) -> Iterator[Move]:

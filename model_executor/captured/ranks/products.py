@@ -76,9 +76,18 @@ def _linear(func: Any, given: dict[str, Any]) -> Any:
     return _product(given["input"], given["weight"], given["bias"], -2, func)
 
 
+def _with_others(func: Any, given: dict[str, Any]) -> Any:
+    """A layer of ours.  What a stored weight has beside it, a rank holds for its own part."""
+
+    def multiply(x: Any, weight: Any, bias: Any) -> Any:
+        return func(**{**given, "x": x, "weight": weight, "bias": bias})
+
+    return _product(given["x"], given["weight"], given["bias"], -2, multiply)
+
+
 @rule(_FW.linear.default)
 def _our_linear(func: Any, given: dict[str, Any]) -> Any:
-    return _product(given["x"], given["weight"], given["bias"], -2, func)
+    return _with_others(func, given)
 
 
 @rule(_ATEN.mm.default)
@@ -95,10 +104,7 @@ def _addmm(func: Any, given: dict[str, Any]) -> Any:
 
 @rule(_FW.expert_linear.default)
 def _expert_linear(func: Any, given: dict[str, Any]) -> Any:
-    def multiply(x: Any, weight: Any, bias: Any) -> Any:
-        return func(**{**given, "x": x, "weight": weight, "bias": bias})
-
-    return _product(given["x"], given["weight"], given["bias"], -2, multiply)
+    return _with_others(func, given)
 
 
 @rule(_FW.combine_experts.default)
