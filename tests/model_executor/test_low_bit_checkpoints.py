@@ -271,3 +271,19 @@ def test_scales_of_an_fp8_cache_are_read_beside_low_bits(dialect: Dialect, tmp_p
     model = load_model(replace(read_spec(tmp_path), fp8_kv_cache=True), tmp_path, "cpu")
     scales: Any = model.get_submodule("layers.1.attention").kv_scale
     assert scales[0].unique().tolist() == [0.5] and scales[1].unique().tolist() == [0.25]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("int-quantized W8A8 dynamic", "layers in w8a8_int8 quantize their input, and a model"),
+        ("GPTQ v1 int4 g32 act-order", "columns of their input in an order of their own"),
+        ("pack-quantized int4 g128", "64 columns, of which 128 share an element of weight_scale"),
+    ],
+)
+def test_what_a_captured_model_does_not_spread_is_named(
+    name: str, reason: str, tmp_path: Path
+) -> None:
+    save(BY_NAME[name], tmp_path)
+    with pytest.raises(UserError, match=reason):
+        check_parallel(read_spec(tmp_path, "transformers", ranks=2), 2)
