@@ -136,9 +136,9 @@ def supports_call(call: Call, desc: OpDesc) -> str:
     if call.quantizes_x and (reason := refuses_device(desc)):
         return reason
     form, inner = STORED_FORMATS.get(call.weight_format or ""), call.gate_up.shape[1] // 2
-    for width in (call.x.shape[1], inner) if form else ():
-        if reason := why_not_experts(form, width):
-            return reason
+    widths = (call.x.shape[1], inner)
+    if form and (reason := next(filter(None, (why_not_experts(form, k) for k in widths)), "")):
+        return reason
     if call.num_experts > plans.MOST_EXPERTS:
         return f"{call.num_experts} experts > {plans.MOST_EXPERTS}: their offsets are one tile"
     return route_plans.too_many(call.num_routed)

@@ -102,12 +102,11 @@ def splits_of(tile: Tile, m: int, n: int, k: int) -> int:
 @dataclass(frozen=True)
 class Tiling:
     """What the launch of a tiled GEMM has beside its operands: the grid, the kernel's last
-    arguments, and constants.  ``fixed`` are the launch's warps and stages."""
+    arguments, and constants."""
 
     grid: tuple[int]
     args: dict[str, Any]
     constexprs: dict[str, Any]
-    fixed: dict[str, int]
 
 
 def tiling(
@@ -147,7 +146,6 @@ def tiling(
             "BLOCK_K": tile.depth,
             "AHEAD": lines_ahead,
         },
-        {"num_warps": tile.warps, "num_stages": tile.stages},
     )
 
 
@@ -199,7 +197,8 @@ def linear_fp8(
             **how.args,
         },
         constexprs={"SCHEME": scheme, **how.constexprs},
-        **how.fixed,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         dynamic=("M", "splits", "x_scale_group_stride"),
     )
     return [launch], out

@@ -220,7 +220,8 @@ def _launch(
             "SQUARES": next_power_of_2(more["norm_parts"] or 1),
             **how.constexprs,
         },
-        **how.fixed,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         dynamic=("M", "splits"),
     )
 

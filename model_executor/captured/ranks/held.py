@@ -72,7 +72,8 @@ class SpreadParameters:
         local: Any = module._parameters[kind]
         # A stored weight claims the shape of its numbers.
         stored = isinstance(module, Linear | ExpertLinear) and kind == "weight"
-        shape = list(module.shape if stored else local.shape)
+        whole: Any = module.shape if stored else local.shape
+        shape = list(whole)
         if once:
             made = Spread(local, shape, self._world)
             made.partial = True
