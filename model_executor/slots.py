@@ -17,9 +17,10 @@ from ..config.weight_format import STORED_FORMATS, StoredFormat
 from ..ops.core.float8 import E4M3
 from .checkpoint import F8_E4M3, FLOATS, TensorInfo, dtype_names
 from .experts import ExpertLinear, expert_shares
+from .heads.forms import FORMS
 from .laid_out import layout_of
 from .layers import Linear, rules_of
-from .models import weights_of
+from .models import ARCHITECTURES
 from .models.decoder import DecoderModel
 from .models.weight_names import FUSED_EXPERTS, checkpoint_names
 from .parallel import TensorParallelRank
@@ -86,6 +87,11 @@ def names_in(
         only_head = f"{head}.weight" in found and f"{embed}.weight" not in found
         weights[head if only_head else embed] = parts[0 if spec.has_embedding else 1]
     return tuple(checkpoint_names(weights, spec.num_layers, spec.num_experts, spec.first_layer))
+
+
+def weights_of(spec: ModelSpec) -> Mapping[str, ModulePart]:
+    """Names of a model's tensors in a checkpoint, and their modules."""
+    return FORMS[spec.head.form].weights if spec.head else ARCHITECTURES[spec.architecture].weights
 
 
 def _tied_names(weights: Mapping[str, ModulePart]) -> tuple[str, str]:

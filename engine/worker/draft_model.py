@@ -9,7 +9,9 @@ It runs whole on rank 0, whatever the ranks of the target.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -175,8 +177,11 @@ class DraftModel:
         self._copies: list[tuple[UntypedStorage, Tensor]] = []
         self._reads = False
 
-    def _load_beside(self, startup: StartupReport, progress: Progress) -> Any:
-        parts, target, load = self._parts, self._target, load_model
+    def _load_beside(
+        self, startup: StartupReport, progress: Progress
+    ) -> AbstractContextManager[Future[Model]]:
+        parts, target = self._parts, self._target
+        load: Callable[..., Model] = load_model
         if parts.spec.head:
             from ...model_executor.heads.load import load_head
 
@@ -249,7 +254,8 @@ class DraftModel:
         """Capture graphs, and make the runner beside the target's ``tables``."""
         spec, config = self._parts.spec, self._parts.config
         self.capture(progress)
-        groups, make = block_groups(spec.cache_groups), ModelRunner
+        groups = block_groups(spec.cache_groups)
+        make: Callable[..., ModelRunner] = ModelRunner
         if spec.head:
             head: Any = {"head": self.weights, "kept": self._target.kept, "fed": self._fed}
             make = partial(HeadRunner, **head)

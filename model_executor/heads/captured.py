@@ -27,8 +27,9 @@ class CapturedHead(CapturedModel):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
         assert spec.head is not None
-        self.form, eps = FORMS[spec.head.form], self.library.config.rms_norm_eps
-        join = Join(spec.hidden_size, float(eps), hidden_first=self.form.hidden_first)  # type: ignore[arg-type]
+        config: Any = self.library.config
+        self.form, eps = FORMS[spec.head.form], config.rms_norm_eps
+        join = Join(spec.hidden_size, float(eps), hidden_first=self.form.hidden_first)
         self.join = join.to(spec.dtype)
 
     def forward(  # type: ignore[override]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ..heads.forms import FORMS
 from ..hf_json import HfConfig
 from ..spec import ModelSpec
 from .families import llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
@@ -29,8 +28,3 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen2MoeForCausalLM": Architecture(qwen2_moe, QWEN_MOE),
     "Qwen3MoeForCausalLM": Architecture(qwen3_moe, QWEN_MOE),
 }
-
-
-def weights_of(spec: ModelSpec) -> Mapping[str, ModulePart]:
-    """Names of a model's tensors in a checkpoint, and their modules."""
-    return FORMS[spec.head.form].weights if spec.head else ARCHITECTURES[spec.architecture].weights

@@ -107,7 +107,8 @@ class DraftHead(DecoderModel):
         for number, (layer, kv_cache) in enumerate(zip(self.layers, kv_caches, strict=True)):
             step = positions, attention, kv_cache, self.cos_sin_cache
             if isinstance(layer, WidenedLayer) and number == 0:
-                residual_TD = layer.mix(*layer.join(embedded_TD, beside.hidden), *step)
+                residual_TD, x_TD = layer.join(embedded_TD, beside.hidden)
+                residual_TD = layer.mix(residual_TD, x_TD, *step)
             else:
                 residual_TD = layer(residual_TD, *step)
         hidden_TD = self.norm(residual_TD)

@@ -86,4 +86,4 @@ class HeadRunner(ModelRunner):
         block, offset = slots // size, slots % size
         states = torch.cat([cache[block, :, offset].flatten(1) for cache in caches], dim=-1)
         fc = self._head.fc
-        return states if fc is None else self._ops("linear", states, fc.weight)  # type: ignore[no-any-return]
+        return states if fc is None else self._ops("linear", states, fc.weight)
