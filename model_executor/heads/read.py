@@ -92,7 +92,11 @@ def read_head(
         maps_vocabulary=vocab_size != spec.vocab_size,
         norm_before_residual=config.flag("norm_before_residual", False),
     )
-    spec = replace(spec, head=head, tie_word_embeddings=False, notes=())
+    # Heads are trained on short texts, and their configs say so; rotations go on behind these.
+    longest = max(spec.max_position_embeddings, target.max_position_embeddings)
+    spec = replace(
+        spec, head=head, max_position_embeddings=longest, tie_word_embeddings=False, notes=()
+    )
     _check(path, config, spec, head, target)
     if head.maps_vocabulary and TO_TARGET not in (names := _tensors(path.parent)) and names:
         raise missing_map(path.parent, head.draft_vocab_size, spec.vocab_size)

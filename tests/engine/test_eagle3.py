@@ -52,6 +52,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "norm before residual": {"norm_before_residual": True},
     "nested layer ids": {
         "eagle_aux_hidden_state_layer_ids": None,
+        "max_position_embeddings": 16,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]},
     },
 }
@@ -236,3 +237,18 @@ def test_the_memory_of_hidden_states_is_accounted_for() -> None:
     tokens, size = 32 * both["kv_cache"]["block_size"], 4
     more = both["kv_cache"]["bytes"] - alone["kv_cache"]["bytes"]
     assert more == tokens * size * (3 * HIDDEN + 2 * 64)  # three states, and the head's own K and V
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_trained_drafter_drafts_on_a_gpu(name: str) -> None:
+    """Compiled, in bfloat16, with graphs: the answers are right, and most drafts too."""
+    problems = held_out(32, seed=5)
+    options: dict[str, Any] = {"device": "cuda", "max_model_len": 128, "max_num_seqs": 256}
+    options["kv_cache_memory_bytes"] = 2**28
+    llm = LLM("abacus", **options, speculative_config=DRAFTERS[name])
+    outputs = llm.generate([p.prompt for p in problems], params(max_tokens=12), use_tqdm=False)
+    assert [o.outputs[0].text for o in outputs] == [each.answer for each in problems]
+    report = llm.report()["drafts"]
+    assert report["error"] == ""
+    assert report["accepted_by_position"][0] > 0.7 * report["drafted_by_position"][0], report
