@@ -1,9 +1,11 @@
-"""Linears with what follows them in one op, at the sizes of decoding, against Inductor: cuBLAS, or
-its own GEMM of few rows, and one kernel for the rest."""
+"""Linears with what follows them in one op against Inductor: cuBLAS, or its own GEMM of few rows,
+and one kernel for the rest.  Gated layers, at the sizes of prefill too, also against the fastest of
+cuBLASLt and of CUTLASS with our activation behind it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,9 +13,11 @@ import torch
 from torch import Tensor
 
 from .fusion import against_inductor
+from .gemm_rivals import RIVALS
 from .harness import MODELS, TOKENS, KernelWork, Model, benchmark_of, randn
 
 ROWS = [rows for rows in TOKENS if rows <= 256]
+GATED_ROWS = sorted({*TOKENS, 17, 512, 8192})
 DENSE = [model for model in MODELS if model.intermediate > model.hidden]
 
 
@@ -55,9 +59,13 @@ def works() -> Iterator[KernelWork]:
     for op, name, make, models, counted in KINDS:
         for model in models:
             make_rows = partial(make, model)
-            for rows in ROWS:
+            gated = op == "linear"
+            for rows in GATED_ROWS if gated else ROWS:
                 shape = f"{model.name} {name}"
-                yield against_inductor(op, f"{shape}, {rows} rows", make_rows, shape, rows, counted)
+                label = f"{shape}, {rows} rows"
+                work = against_inductor(op, label, make_rows, shape, rows, counted)
+                rivals = {**work.libraries, **(RIVALS if gated else {})}
+                yield replace(work, libraries=rivals)
 
 
 test_joined = benchmark_of(works())

@@ -1,4 +1,5 @@
-"""``linear`` in bfloat16, FP8 and formats of few bits at each layer of each model, against cuBLAS.
+"""``linear`` in bfloat16, FP8 and formats of few bits at each layer of each model, against cuBLAS;
+in bfloat16 also against cuBLASLt's fastest algorithm, CUTLASS and Inductor.
 
 For weights of few bits the library's way is to write out their numbers, then to multiply: at which
 rows it is faster is where the table should leave the words.  Where csrc reads a format, Triton's
@@ -19,9 +20,12 @@ from ...ops import BY_NAME
 from ...ops.launches.quant import GROUP
 from ...ops.linear.formats import dtype_of
 from ...ops.linear.kernels import LOW_BIT, LOW_BIT_ONCE
+from .fusion import InductorFusion
+from .gemm_rivals import RIVALS
 from .harness import MODELS, TOKENS, KernelWork, Model, benchmark_of, randn
 
-LIBRARY = {"": "native", "FP8": "scaled_mm"}
+ROWS = sorted({*TOKENS, 17, 512, 8192})
+SMALL = Model("Llama-3.2-1B", 2048, 8192, 32, 8, 64, 128256)
 
 
 def linears(model: Model) -> dict[str, tuple[int, int]]:
@@ -33,10 +37,10 @@ def linears(model: Model) -> dict[str, tuple[int, int]]:
     return shapes
 
 
-def distinct() -> dict[tuple[int, int], str]:
+def distinct(*more: Model) -> dict[tuple[int, int], str]:
     """Every distinct linear, under the name of the first model that has it."""
     named: dict[tuple[int, int], str] = {}
-    for model in MODELS:
+    for model in (*MODELS, *more):
         for name, shape in linears(model).items():
             named.setdefault(shape, f"{model.name} {name}")
     return named
@@ -95,15 +99,37 @@ def works_of_low_bits() -> Iterator[KernelWork]:
                 )
 
 
-def works() -> Iterator[KernelWork]:
-    cublas = {kind: {"cublas": BY_NAME["linear"].overload(name)} for kind, name in LIBRARY.items()}
+def rivals_of(name: str, rows: int, n: int, k: int) -> dict[str, Any]:
+    """What else computes a layer of bfloat16."""
+
+    def make_rows(rows: int, device: torch.device) -> tuple[Any, ...]:
+        return make(rows, n, k, device)
+
+    inductor = InductorFusion("linear", name, rows, make_rows)
+    return {"cublas": BY_NAME["linear"].overload("native"), **RIVALS, "inductor": inductor}
+
+
+def works_of_bf16() -> Iterator[KernelWork]:
+    for (n, k), name in distinct(SMALL).items():
+        for rows in ROWS:
+            make_args = partial(make, rows, n, k)
+            rivals = rivals_of(name, rows, n, k)
+            yield KernelWork("linear", f"{name}, {rows} rows", make_args, {}, rivals)
+
+
+def works_of_fp8() -> Iterator[KernelWork]:
+    cublas = {"cublas": BY_NAME["linear"].overload("scaled_mm")}
     for (n, k), name in distinct().items():
         for rows in TOKENS:
-            label = f"{name}, {rows} rows"
-            yield KernelWork("linear", label, partial(make, rows, n, k), {}, cublas[""])
             for scheme in ("static", "token", "block"):
                 make_args = partial(make_fp8, scheme, rows, n, k)
-                yield KernelWork("linear", f"{label}, FP8 {scheme}", make_args, {}, cublas["FP8"])
+                label = f"{name}, {rows} rows, FP8 {scheme}"
+                yield KernelWork("linear", label, make_args, {}, cublas)
+
+
+def works() -> Iterator[KernelWork]:
+    yield from works_of_bf16()
+    yield from works_of_fp8()
 
 
 test_linear = benchmark_of(works())

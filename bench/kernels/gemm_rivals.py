@@ -1,0 +1,199 @@
+"""The libraries' GEMMs that linear layers of bfloat16 are timed against.
+
+A rival is called with the arguments of ``linear``.  At the first call of a shape it measures its
+kernels there, and then runs the fastest: of cuBLASLt's algorithms, by the search that writes device
+tables; of CUTLASS's, those of ``cutlass_linear.cu``, which are compiled where nvcc and the headers
+are (``pip install nvidia-cutlass``) and kept in the user's folder.  A gated activation behind them
+is the kernel that a layer has without a fused one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import shutil
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from ...compiler.lowering.tune_library import graph_time, is_right, problem, screened
+from ...config.folders import user_path
+from ...ops.core.launch import run_launches
+from ...ops.linear.desc import LinearArgs
+from ...ops.linear.kernels import plan_epilogue
+
+Gemm = Callable[[Tensor, Tensor], Tensor]
+_epilogue = run_launches(plan_epilogue)
+_POOL_BYTES, _MOST_COPIES = 512 << 20, 16
+
+
+class CutlassTile(NamedTuple):
+    """What ``cutlass_linear.cu`` is compiled with: a tile, the blocks that share one by multicast,
+    a schedule, and whether the weight is the tall operand."""
+
+    tile_m: int
+    tile_n: int
+    cluster_m: int = 1
+    pingpong: int = 0
+    stream_k: int = 0
+    swap: int = 0
+
+
+CUTLASS_TILES = (
+    CutlassTile(128, 64, stream_k=1, swap=1),
+    CutlassTile(128, 128, stream_k=1, swap=1),
+    CutlassTile(128, 256, cluster_m=2, stream_k=1, swap=1),
+    CutlassTile(128, 128, cluster_m=2, pingpong=1),
+    CutlassTile(128, 256, cluster_m=2),
+    CutlassTile(256, 128, cluster_m=2),
+)
+
+
+def _headers() -> Path | None:
+    """The folder of CUTLASS's headers that the wheel nvidia-cutlass brings, or None."""
+    package = importlib.util.find_spec("cutlass_library")
+    if package is None or package.origin is None:
+        return None
+    folder = Path(package.origin).parent / "source"
+    return folder if (folder / "include" / "cutlass" / "cutlass.h").is_file() else None
+
+
+def why_no_cutlass() -> str:
+    """What keeps CUTLASS's kernels from being built here, or an empty string."""
+    if _nvcc() is None:
+        return "CUTLASS: no nvcc; install the CUDA toolkit"
+    if _headers() is None:
+        return "CUTLASS: no headers; pip install nvidia-cutlass"
+    return "" if user_path() else "CUTLASS: no folder for its kernels; set FUSEWRIGHT_CACHE_DIR"
+
+
+def _nvcc() -> str | None:
+    return shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+
+
+def build_command(tile: CutlassTile, output: Path) -> list[str]:
+    """nvcc's command for one tile."""
+    headers = _headers()
+    includes = [f"-I{headers}/include", f"-I{headers}/tools/util/include"]
+    macros = [f"-D{name.upper()}={value}" for name, value in tile._asdict().items()]
+    source = Path(__file__).with_name("cutlass_linear.cu")
+    how = ["-std=c++17", "-O3", "-shared", "-Xcompiler=-fPIC", "--expt-relaxed-constexpr"]
+    arch = "-gencode=arch=compute_90a,code=sm_90a"
+    return [str(_nvcc()), *how, arch, *includes, *macros, str(source), "-o", str(output)]
+
+
+def _build(tile: CutlassTile) -> ctypes.CDLL:
+    """Compile a tile's kernel, a minute or two of one core, unless it was compiled before."""
+    source = Path(__file__).with_name("cutlass_linear.cu").read_bytes()
+    key = hashlib.sha256(source + repr((tile, _headers())).encode()).hexdigest()[:16]
+    folder = user_path()
+    assert folder is not None, why_no_cutlass()
+    path = folder / "cutlass" / f"{key}.so"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(".tmp")
+        command = build_command(tile, unfinished)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"CUTLASS: nvcc failed on {tile}: {done.stderr[-2000:]}")
+        unfinished.replace(path)
+    library = ctypes.CDLL(str(path))
+    library.workspace_bytes.restype = ctypes.c_int64
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    library.run.argtypes = [pointer] * 3 + [number] * 3 + [pointer] * 2
+    return library
+
+
+@functools.cache
+def _libraries() -> tuple[ctypes.CDLL, ...]:
+    with ThreadPoolExecutor() as threads:
+        return tuple(threads.map(_build, CUTLASS_TILES))
+
+
+def _cutlass_gemm(library: ctypes.CDLL) -> Gemm:
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        shape = (x.shape[0], *weight.shape)
+        workspace = x.new_empty(library.workspace_bytes(*shape), dtype=torch.uint8)
+        y = x.new_empty(x.shape[0], weight.shape[0])
+        stream = torch.cuda.current_stream().cuda_stream
+        tensors = (x.data_ptr(), weight.data_ptr(), y.data_ptr())
+        if status := library.run(*tensors, *shape, workspace.data_ptr(), stream):
+            raise RuntimeError(f"CUTLASS: status {status} for {list(shape)}")
+        return y
+
+    return run
+
+
+@functools.lru_cache(maxsize=8)
+def _fastest_cutlass(rows: int, n: int, k: int) -> Gemm:
+    x = torch.randn(rows, k, device="cuda").bfloat16()
+    weights = torch.randn(_copies(n, k), n, k, device="cuda").bfloat16()
+    exact = x.float() @ weights[0].float().T
+    times: dict[Gemm, float] = {}
+    for gemm in map(_cutlass_gemm, _libraries()):
+        try:
+            apart = (gemm(x, weights[0]).float() - exact).norm() / exact.norm()
+        except RuntimeError:
+            continue  # the tile takes no such shape
+        if apart < 2.0**-7:
+            times[gemm] = graph_time(partial(_rotated, gemm, x, weights), 5)
+    if not times:
+        pytest.skip(f"CUTLASS: none of its kernels takes {rows} rows by [{n}, {k}]")
+    return min(times, key=times.__getitem__)
+
+
+def _rotated(gemm: Gemm, x: Tensor, weights: Tensor, i: int) -> Tensor:
+    return gemm(x, weights[i % len(weights)])
+
+
+def _copies(n: int, k: int) -> int:
+    """Copies of a weight that take turns, so that none is in L2."""
+    return min(_MOST_COPIES, max(2, _POOL_BYTES // (2 * n * k)))
+
+
+@functools.lru_cache(maxsize=8)
+def _fastest_algorithm(rows: int, n: int, k: int) -> Gemm:
+    pool = torch.randn(_copies(n, k) * n * k, device="cuda").bfloat16()
+    measured = problem(("bfloat16", n, k), rows, pool)
+    finals = [a for a in screened(measured, ()) if is_right(a, measured)]
+    times = {a: graph_time(partial(measured.call, a), 5) for a in finals}
+    if not times:
+        pytest.skip(f"cuBLASLt: no algorithm for {rows} rows by [{n}, {k}]")
+    best, plan = min(times, key=times.__getitem__), measured.plan
+
+    def run(x: Tensor, weight: Tensor) -> Tensor:
+        return plan.run(x, weight, x.new_empty(x.shape[0], weight.shape[0]), best)
+
+    return run
+
+
+def _run(fastest: Callable[[int, int, int], Gemm], args: tuple[Any, ...]) -> Tensor:
+    call = LinearArgs(*args)
+    y = fastest(call.x.shape[0], *call.weight.shape)(call.x, call.weight)
+    activated: Tensor = _epilogue(y, *call.epilogue)
+    return activated
+
+
+def cublaslt(*args: Any) -> Tensor:
+    """``linear`` by the fastest of cuBLASLt's algorithms as measured here."""
+    return _run(_fastest_algorithm, args)
+
+
+def cutlass(*args: Any) -> Tensor:
+    """``linear`` by the fastest of CUTLASS's kernels as measured here; skips the benchmark where
+    they cannot be built."""
+    if reason := why_no_cutlass():
+        pytest.skip(reason)
+    return _run(_fastest_cutlass, args)
+
+
+RIVALS: dict[str, Callable[..., Tensor]] = {"cublaslt measured": cublaslt, "cutlass": cutlass}
