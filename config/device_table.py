@@ -31,6 +31,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "stream": ("bfloat16", *_FP8, "fp8 weight", "fp8 block weight", "sum 2 ranks"),
     "cluster": ("bfloat16",),
     "packed": ("4 bits",),
+    "persistent": ("bfloat16",),
     "tiled": (*_FP8, "4 bits", "8 bits"),
     "push": (*_RANKS, *(f"twice {ranks}" for ranks in _RANKS)),
     "in turn": ("2 ranks",),

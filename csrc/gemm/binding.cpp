@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "../collective/groups.h"
+#include "persistent.h"
 #include "skinny.h"
 
 namespace fusewright::gemm {
@@ -20,6 +21,7 @@ constexpr const char* kNorm = "fw_cuda::skinny_norm_linear";
 constexpr const char* kCluster = "fw_cuda::cluster_linear";
 constexpr const char* kPacked = "fw_cuda::packed_linear";
 constexpr const char* kPackedAddNorm = "fw_cuda::packed_linear_add_norm_linear";
+constexpr const char* kPersistent = "fw_cuda::persistent_linear";
 
 // The arguments but for scales, bias and outputs, checked.
 SkinnyLinearArgs describe(const char* op, const Tensor& x, ScalarType x_dtype, const Tensor& weight,
@@ -539,11 +541,31 @@ std::tuple<Tensor, Tensor> packed_linear_add_norm_linear(
           first.total};
 }
 
+Tensor persistent_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                         const std::string& activation) {
+  SkinnyLinearArgs args =
+      describe(kPersistent, x, ScalarType::BFloat16, weight, ScalarType::BFloat16,
+               epilogue_of(kPersistent, activation), kMaxPersistentTokens);
+  if (!args.gated() || args.out_features % 8 != 0) {
+    fail(kPersistent, "weight has shape ", shape_of(weight), " and activation is '", activation,
+         "', expected a multiple of 8 outputs, and 'silu' or 'gelu_tanh'");
+  }
+  add_bias(kPersistent, args, bias, ScalarType::BFloat16, x);
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const Tensor y = empty({args.num_tokens, args.out_features}, dtype_of(x), x);
+  args.y = y.data_ptr();
+  run(kPersistent, args, x, weight, [&](bool programmatic, cudaStream_t stream) {
+    return launch_persistent_linear(args, programmatic, stream);
+  });
+  return y;
+}
+
 }  // namespace
 }  // namespace fusewright::gemm
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fw_cuda, m) {
   m.def("cluster_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  m.def("persistent_linear(Tensor x, Tensor weight, Tensor? bias, str activation) -> Tensor");
   m.def(
       "skinny_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? x_scale=None, "
       "Tensor? weight_scale=None, ScalarType? out_dtype=None, str? activation=None, "
@@ -573,6 +595,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fw_cuda, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(fw_cuda, CUDA, m) {
   m.impl("cluster_linear", TORCH_BOX(&fusewright::gemm::cluster_linear));
+  m.impl("persistent_linear", TORCH_BOX(&fusewright::gemm::persistent_linear));
   m.impl("skinny_linear", TORCH_BOX(&fusewright::gemm::skinny_linear));
   m.impl("skinny_linear_add_norm_linear",
          TORCH_BOX(&fusewright::gemm::skinny_linear_add_norm_linear));

@@ -1,7 +1,8 @@
 """csrc's kernels of linear layers: what they refuse, and their calls.
 
 The streaming kernel (``csrc/gemm/skinny_linear.cuh``) serves few rows, with prologue and epilogue.
-The kernel of clusters (``csrc/gemm/cluster_linear.cuh``) serves some more.
+The kernel of clusters (``csrc/gemm/cluster_linear.cuh``) serves some more, and the persistent one
+(``csrc/gemm/persistent_linear.cuh``) more rows of gated layers.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ..core.device_table import most_rows
 from ..core.target import Target
+from ..norm.gated_act import ACTIVATIONS
 from .desc import BLOCK, LinearArgs, LinearDesc
 
 _LINE_BYTES = 128
@@ -28,6 +30,7 @@ _STREAMED = (
 # Blocks of a cluster own units of so many rows of the weight; one round of them has so many rows
 # (csrc/gemm/skinny.h).
 _CLUSTER_UNIT, _MOST_CLUSTER_FEATURES = 8, 7392
+_OUTPUTS_STORED = 8  # by one thread of the persistent kernel
 
 
 def _row_bytes(desc: LinearDesc) -> int:
@@ -109,6 +112,34 @@ def cluster_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
     return target.why_no_csrc
 
 
+def _why_not_persistent(desc: LinearDesc) -> str:
+    """Why the persistent kernel serves a layer with no number of rows, or an empty string."""
+    if desc.weight_format != "bfloat16" or desc.groups > 1 or desc.prologue or desc.add:
+        return "multiplies bfloat16, adds a bias and activates, nothing else"
+    if desc.quantize or desc.activation not in ACTIVATIONS:
+        return f"serves gated layers alone ({', '.join(ACTIVATIONS)}), and quantizes nothing"
+    if desc.columns % _OUTPUTS_STORED or _row_bytes(desc) % _LINE_BYTES:
+        return (
+            f"weight [{desc.out_features}, {desc.in_features}]: expected a multiple of "
+            f"{_OUTPUTS_STORED} outputs, from rows of a multiple of {_LINE_BYTES} bytes"
+        )
+    if desc.out_features * _row_bytes(desc) < _LEAST_BYTES:
+        return (
+            f"weight [{desc.out_features}, {desc.in_features}]: less than {_LEAST_BYTES >> 20} MiB"
+        )
+    return ""
+
+
+def persistent_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
+    """Why the persistent kernel does not serve a layer, or an empty string."""
+    if reason := target.why_no_hopper or _why_not_persistent(desc):
+        return reason
+    most = most_rows(f"persistent {desc.weight_format}", desc.out_features)
+    if not 0 < rows <= most:
+        return f"{rows} rows: fastest up to {most}"
+    return target.why_no_csrc
+
+
 def _can_stream(t: Tensor) -> bool:
     """Whether the kernels' 16-byte copies can read the rows of a matrix."""
     return t.stride(1) == 1 and t.stride(0) * t.itemsize % 16 == 0 and t.data_ptr() % 16 == 0
@@ -141,3 +172,14 @@ def cluster(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> Tensor |
     if rows is None:
         return None
     return _of_shape(torch.ops.fw_cuda.cluster_linear.default(rows, weight, bias), x)
+
+
+def persistent(*args: Any) -> Tensor | None:
+    """A call of ``linear``, with its gated activation; None if the copies cannot read the
+    operands."""
+    call = LinearArgs(*args)
+    rows = streamable(call.x, call.weight)
+    if rows is None:
+        return None
+    how = (call.weight, call.bias, call.activation)
+    return _of_shape(torch.ops.fw_cuda.persistent_linear.default(rows, *how), call.x)

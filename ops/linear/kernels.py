@@ -226,6 +226,7 @@ def _run_dequantizing(*args: Any) -> Tensor:
 
 STREAM = LinearKernel("skinny_linear", csrc.stream_refuses, csrc.stream, fuses=True)
 CLUSTER = LinearKernel("cluster_linear", csrc.cluster_refuses, csrc.cluster)
+PERSISTENT = LinearKernel("persistent_linear", csrc.persistent_refuses, csrc.persistent, fuses=True)
 ALGORITHM = LinearKernel(
     "cuBLASLt", _algorithm_refuses, _cublaslt_linear.run, parameters=_algorithm
 )
@@ -262,12 +263,12 @@ LOW_BIT_ONCE = LinearKernel(
 DEQUANTIZING = LinearKernel("dequantize, cuBLAS", _dequantizing_refuses, _run_dequantizing)
 
 KERNELS = (
-    *(STREAM, CLUSTER, ALGORITHM, TILED, ACTIVATING, LIBRARY),
+    *(STREAM, CLUSTER, PERSISTENT, ALGORITHM, TILED, ACTIVATING, LIBRARY),
     *(INT8, PACKED, LOW_BIT, LOW_BIT_ONCE, DEQUANTIZING),
 )
 """Every kernel in order of preference: the first that does not refuse is chosen."""
-WITHOUT_CSRC = KERNELS[2:]
-UNMEASURED = tuple(kernel for kernel in KERNELS[3:] if kernel is not PACKED)
+WITHOUT_CSRC = KERNELS[3:]
+UNMEASURED = tuple(kernel for kernel in KERNELS[4:] if kernel is not PACKED)
 """The kernels that are left where csrc is not there and no table names a library algorithm."""
 ADMITTED: dict[str, tuple[LinearKernel, ...]] = {}
 """The kernels of each format that is admitted with some."""

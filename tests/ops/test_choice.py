@@ -42,9 +42,10 @@ def attention(tokens: int, seqs: int, dtype: torch.dtype = BF16) -> tuple[Any, .
             [
                 (
                     "linear [4096, 4096] bfloat16 -> cuBLAS (skinny_linear: 65 rows: fastest from "
-                    "1 to 16; cluster_linear: 65 rows: fastest up to 64; cuBLASLt: algorithms are "
-                    "measured on a GPU; cuBLASLt with activation: no relu or gelu_new of sums with "
-                    "a bias)"
+                    "1 to 16; cluster_linear: 65 rows: fastest up to 64; persistent_linear: serves "
+                    "gated layers alone (silu, gelu_tanh), and quantizes nothing; cuBLASLt: "
+                    "algorithms are measured on a GPU; cuBLASLt with activation: no relu or "
+                    "gelu_new of sums with a bias)"
                 )
             ],
         ),
@@ -99,8 +100,7 @@ def test_an_op_that_is_made_of_others_hands_their_choices_on() -> None:
     assert [f"{choice.of} -> {choice.name}" for choice in choices] == [
         "linear [4096, 4096] bfloat16 -> cuBLAS",
         "all_reduce_add_rms_norm -> push + add_rms_norm",
-        "linear [28672, 4096] bfloat16 -> cuBLAS",
-        "linear [28672, 4096] bfloat16 -> _gated_activation_kernel",
+        "linear [28672, 4096] bfloat16 -> persistent_linear",
     ]
     (few, _) = runs(empty(1, 4096), empty(1, 4096), weights, text, "any")
     assert str(few.choice).startswith(

@@ -19,6 +19,7 @@ from fusewright.ops.linear.kernels import (
     CLUSTER,
     KERNELS,
     LIBRARY,
+    PERSISTENT,
     STREAM,
     TILED,
     LinearKernel,
@@ -29,6 +30,7 @@ from fusewright.ops.linear.kernels import (
 
 H200 = Target(torch.device("meta"), 90, csrc=True)
 O_PROJ = LinearDesc("bfloat16", torch.bfloat16, 4096, 4096)
+GATED = LinearDesc("bfloat16", torch.bfloat16, 28672, 4096, activation="silu")
 GATE_UP = LinearDesc("fp8 token", torch.bfloat16, 28672, 4096, activation="silu", quantize=True)
 
 
@@ -40,6 +42,11 @@ GATE_UP = LinearDesc("fp8 token", torch.bfloat16, 28672, 4096, activation="silu"
         (replace(O_PROJ, out_features=7400), {16: STREAM, 17: LIBRARY}),
         (replace(O_PROJ, out_features=4100), {17: LIBRARY}),
         (replace(O_PROJ, out_features=512), {1: LIBRARY}),
+        (GATED, {16: STREAM, 17: PERSISTENT, 128: PERSISTENT, 129: LIBRARY}),
+        (replace(GATED, bias=True, activation="gelu_tanh"), {17: PERSISTENT}),
+        (replace(GATED, activation="relu"), {17: LIBRARY}),
+        (replace(GATED, quantize=True), {17: LIBRARY}),
+        (replace(GATED, out_features=28680, in_features=4096), {17: LIBRARY}),
         (GATE_UP, {8: STREAM, 9: TILED, 64: TILED, 65: LIBRARY}),
         (replace(GATE_UP, weight_format="fp8 block"), {1: TILED, 65: LIBRARY}),
         (replace(O_PROJ, weight_format="fp8 block"), {16: STREAM, 17: TILED, 129: LIBRARY}),
@@ -55,7 +62,7 @@ def test_rows_choose_the_kernel(desc: LinearDesc, chosen: dict[int, LinearKernel
 
 def test_rows_that_copies_cannot_read_are_left_to_others() -> None:
     x, weight = torch.ones(33, 68).bfloat16(), torch.ones(8, 64).bfloat16()
-    for kernel in (STREAM, CLUSTER):
+    for kernel in (STREAM, CLUSTER, PERSISTENT):
         assert kernel.run(x[:, 4:], weight, None) is None
         assert kernel.run(x[:, :64].contiguous()[:, 1:], weight[:, 1:], None) is None
 
