@@ -17,6 +17,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import fusewright.bench.kernels as folder
+from fusewright.bench.kernels import gemm_rivals
 from fusewright.bench.kernels.bench_rows import make
 from fusewright.bench.kernels.figures import load, save
 from fusewright.bench.kernels.fusion import InductorFusion, find_fusions
@@ -138,3 +139,22 @@ def test_ours_and_the_library_are_timed_on_the_same_work(tmp_path: Path) -> None
     for figure in figures:
         assert 0.5 < figure.us < 1000
         assert figure.bytes > 2 * int(figure.label.split()[0]) * int(figure.label.split()[2])
+
+
+def test_a_rival_that_cannot_be_built_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm_rivals, "_nvcc", lambda: "/usr/bin/nvcc")
+    monkeypatch.setattr(gemm_rivals, "_headers", lambda: None)
+    with pytest.raises(pytest.skip.Exception, match="no headers; pip install nvidia-cutlass"):
+        gemm_rivals.cutlass(torch.ones(2, 64), torch.ones(8, 64))
+    monkeypatch.setattr(gemm_rivals, "_nvcc", lambda: None)
+    assert gemm_rivals.why_no_cutlass() == "CUTLASS: no nvcc; install the CUDA toolkit"
+
+
+def test_the_source_of_cutlass_takes_every_macro_of_a_tile() -> None:
+    source = (Path(folder.__file__).parent / "cutlass_linear.cu").read_text()
+    for tile in gemm_rivals.CUTLASS_TILES:
+        command = gemm_rivals.build_command(tile, Path("out.so"))
+        macros = [
+            word[2:].partition("=")[0] for word in command if word[:2] == "-D" and "=" in word
+        ]
+        assert len(macros) == len(tile) and all(macro in source for macro in macros)
