@@ -108,6 +108,7 @@ def test_async_scheduling_changes_nothing(device: torch.device, options: dict[st
     assert results[0] == results[1]
 
 
+@pytest.mark.product
 def test_seeds_repeat_and_differ(llm: LLM) -> None:
     def draw(seed: int | None, count: int) -> list[list[int]]:
         params = SamplingParams(temperature=3.0, seed=seed, max_tokens=12, ignore_eos=True)
