@@ -162,11 +162,6 @@ __device__ __forceinline__ void multiply(float (&d)[8], const uint32_t* a, uint6
   FW_BF16_RS("16", FW_NAMES_8, "%8, %9, %10, %11", "%12", "%13", FW_8(d, 0));
 }
 
-__device__ __forceinline__ void multiply(float (&d)[16], const uint32_t* a, uint64_t b,
-                                         bool fresh) {
-  FW_BF16_RS("32", FW_NAMES_16, "%16, %17, %18, %19", "%20", "%21", FW_8(d, 0), FW_8(d, 8));
-}
-
 __device__ __forceinline__ void multiply(float (&d)[32], const uint32_t* a, uint64_t b,
                                          bool fresh) {
   FW_BF16_RS("64", FW_NAMES_32, "%32, %33, %34, %35", "%36", "%37", FW_32(d, 0));

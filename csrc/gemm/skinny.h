@@ -56,15 +56,13 @@ enum class Element { kBFloat16, kHalf, kFloat, kE4M3 };
 enum class Epilogue { kLinear, kSiluMul, kGeluTanhMul, kAdd, kRelu, kRelu2, kGelu, kGeluNew };
 
 // Scales of a weight of four bits, and its zero points.
-enum class ScaleType { kFloat, kHalf, kBFloat16, kE8M0, kE4M3 };
+enum class ScaleType { kFloat, kHalf, kE8M0, kE4M3 };
 
 struct GroupScales {
-  const void* scale;  // [rows, count] of type
+  const void* scale;  // [rows, count] of the format's type
   const void* zero;   // likewise, or nullptr
-  ScaleType type;
-  float offset;      // taken from every integer where there are no zero points
-  int count;         // groups of a row
-  int log2_columns;  // of a group: 2^31 for whole rows
+  int count;          // groups of a row
+  int log2_columns;   // of a group; 31 for whole rows
 };
 
 struct SkinnyLinearArgs {
