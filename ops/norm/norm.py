@@ -160,7 +160,9 @@ def _launches(axes: Norm, x: Tensor, *rest: Any) -> tuple[list[Launch], Any]:
     residual, rest = (rest[0], rest[1:]) if axes.add else (None, rest)
     if axes.quant:
         check(x, rest[-1])
-        planned, results = norm_quantize(x, residual, *rest, dtype=SCHEMES[axes.quant].dtype)
+        weight, eps, scheme = rest
+        dtype = SCHEMES[axes.quant].dtype
+        planned, results = norm_quantize(x, residual, weight, eps, scheme, dtype)
     else:
         planned, results = plans.norm(x, residual, *rest, center=axes.center)
     return planned, alone_or_all(results)
