@@ -6,7 +6,8 @@ prefill computes the same whatever its batch; a decode longer than two ``MIN_SPL
 batch leaves room for.
 
 Queries of one sequence may come as neighbouring sequences of one query each, as when a step
-verifies drafts.  A few of them are one piece of work, which reads K and V once (``_runs``).
+verifies drafts.  Where the prefill kernel has them, a few are one piece of work, which reads K and
+V once (``_runs``).
 
 Shape legend: rows are (query, head of the group) pairs that share one KV head.
 """
@@ -63,10 +64,10 @@ def _first_seen(position, window, chunk):
 
 
 @triton.jit
-def _num_seen(seq_len, num_rows, window, chunk, HAS_WINDOW: tl.constexpr):
-    """How many positions the last ``num_rows`` queries of a sequence see together."""
+def _num_seen(seq_len, window, chunk, HAS_WINDOW: tl.constexpr):
+    """How many positions the last query of a sequence sees."""
     if HAS_WINDOW:
-        return seq_len - _first_seen(seq_len - num_rows, window, chunk)
+        return seq_len - _first_seen(seq_len - 1, window, chunk)
     return seq_len
 
 
@@ -290,37 +291,6 @@ def _split_span(read, share, max_splits, MIN_SPLIT: tl.constexpr, BLOCK_N: tl.co
 
 
 @triton.jit
-def _finish_split(
-    acc, lse, row_live, pair, rows, out_ptr, out_scale_ptr, partial_ptr, lse_ptr, counter_ptr,
-    split, num_splits, max_splits, KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr, MERGE_BLOCK: tl.constexpr
-):  # fmt: skip
-    """Leave the partial results of a split; if it is the last one to come, merge all.  ``pair`` and
-    ``out_ptr`` are the first row's.  Each row leaves its part where the sequence that it came as
-    has room."""
-    BLOCK_D: tl.constexpr = acc.shape[1]
-    cols = tl.arange(0, BLOCK_D)
-    query = tl.arange(0, acc.shape[0]) // GROUP
-    member = tl.arange(0, acc.shape[0]) % GROUP
-    part_row = (pair + query * KV_HEADS) * max_splits * GROUP + split * GROUP + member
-    mask = row_live[:, None] & (cols < HEAD_DIM)[None, :]
-    tl.store(partial_ptr + part_row[:, None] * HEAD_DIM + cols[None, :], acc, mask=mask)
-    tl.store(lse_ptr + part_row, lse, mask=row_live)
-    # All threads' stores come before the one thread that releases them.
-    tl.debug_barrier()
-    arrived = tl.atomic_add(counter_ptr + pair, 1, sem="acq_rel")
-    if arrived == num_splits - 1:
-        for row in range(rows):
-            first_row = (pair + row * KV_HEADS) * max_splits * GROUP
-            _combine(
-                out_ptr + row * (KV_HEADS * GROUP * HEAD_DIM), partial_ptr + first_row * HEAD_DIM,
-                lse_ptr + first_row, out_scale_ptr, num_splits, GROUP, HEAD_DIM, BLOCK_G, BLOCK_D,
-                MERGE_BLOCK
-            )  # fmt: skip
-        tl.store(counter_ptr + pair, 0)
-
-
-@triton.jit
 def _decode_kernel(
     q: Rows, table: Rows, kv_ptr, seq_lens_ptr, query_start_ptr, out_ptr, kv_scale_ptr,
     out_scale_ptr, sinks_ptr, scratch_ptr, counter_ptr, max_splits, partial_rows, num_seqs, scale,
@@ -331,28 +301,23 @@ def _decode_kernel(
     PROGRAMMATIC: tl.constexpr
 ):  # fmt: skip
     """Sequences with exactly one query: persistent programs over (sequence, split, KV head).  The
-    one that finishes a split sequence last merges its splits.  The last of several queries of one
-    sequence stands for all."""
+    one that finishes a split sequence last merges its splits."""
     start_next_and_wait(PROGRAMMATIC)
-    MOST_ROWS: tl.constexpr = BLOCK_M // GROUP if SEQS > 1 else 1
     index = tl.arange(0, SEQS)
     live = index < num_seqs
     query_start = tl.load(query_start_ptr + index, mask=live, other=0)
     query_stop = tl.load(query_start_ptr + 1 + index, mask=live, other=0)
-    contexts = tl.load(seq_lens_ptr + index, mask=live, other=0)
-    ends, num_rows = _runs(
-        index, num_seqs, query_start_ptr, seq_lens_ptr, table, BLOCK_SIZE, MOST_ROWS
-    )
-    reads = _num_seen(contexts, num_rows, window, chunk, HAS_WINDOW)
-    reads = tl.where(ends & (query_stop - query_start == 1), reads, 0)
+    reads = tl.load(seq_lens_ptr + index, mask=live, other=0)
+    reads = _num_seen(reads, window, chunk, HAS_WINDOW)
+    reads = tl.where(query_stop - query_start == 1, reads, 0)
     share = _share(reads, KV_HEADS, MIN_SPLIT)
     units = tl.cdiv(reads, _split_span(reads, share, max_splits, MIN_SPLIT, BLOCK_N))
     units_to_here = tl.cumsum(units, axis=0)
     num_items = tl.sum(units, axis=0) * KV_HEADS
 
+    rows = tl.arange(0, BLOCK_M)
     cols = tl.arange(0, BLOCK_D)
-    query = tl.arange(0, BLOCK_M) // GROUP
-    member = tl.arange(0, BLOCK_M) % GROUP
+    row_mask = (rows < GROUP)[:, None] & (cols < HEAD_DIM)[None, :]
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         # Neighbouring programs take the KV heads of one block: their rows are adjacent in memory.
         head = item % KV_HEADS
@@ -360,46 +325,51 @@ def _decode_kernel(
         before = units_to_here <= unit
         seq = tl.sum(before.to(tl.int32), axis=0)
         split = unit - tl.max(tl.where(before, units_to_here, 0), axis=0)
-        rows = tl.sum(tl.where(index == seq, num_rows, 0), axis=0)
-        first_seq = seq - rows + 1
         seq_len = tl.load(seq_lens_ptr + seq)
-        token = tl.load(query_start_ptr + first_seq).to(tl.int64)
-        read = _num_seen(seq_len, rows, window, chunk, HAS_WINDOW)
+        token = tl.load(query_start_ptr + seq).to(tl.int64)
+        read = _num_seen(seq_len, window, chunk, HAS_WINDOW)
         span = _split_span(read, share, max_splits, MIN_SPLIT, BLOCK_N)
         num_splits = tl.cdiv(read, span)
         begin = seq_len - read + split * span
         end = tl.minimum(begin + span, seq_len)
 
-        row_live = query < rows
-        row_mask = row_live[:, None] & (cols < HEAD_DIM)[None, :]
-        query_head = head * GROUP + member
-        query_pos = seq_len - rows + query
-        first_seen = _first_seen(query_pos, window, chunk)
-        q_row = (token + query) * q.stride + query_head * HEAD_DIM
-        q_rows = tl.load(q.ptr + q_row[:, None] + cols, mask=row_mask, other=0.0)
+        offsets = rows[:, None] * HEAD_DIM + cols[None, :]
+        q_row = q.ptr + token * q.stride + head * (GROUP * HEAD_DIM)
+        query = tl.load(q_row + offsets, mask=row_mask, other=0.0)
         logit_scale, v_scale = _scales(kv_scale_ptr, head, scale, KV_HEADS)
         # A sequence has its sinks once: in its first split, whose weight in the merge counts them.
-        row_max, row_sum = _softmax_start(sinks_ptr, query_head, row_live & (split == 0))
+        row_max, row_sum = _softmax_start(
+            sinks_ptr, head * GROUP + rows, (rows < GROUP) & (split == 0)
+        )
         acc, row_max, row_sum = _attend(
             tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32), row_max,
-            _by_column(row_sum, BLOCK_N), q_rows, query_pos, first_seen,
+            _by_column(row_sum, BLOCK_N), query, rows, rows,
             kv_ptr, table.ptr + seq.to(tl.int64) * table.stride, head, begin, end, begin,
-            logit_scale, soft_cap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, True, MOST_ROWS > 1,
-            HAS_WINDOW, HAS_CAP, PRECISION
+            logit_scale, soft_cap, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_N, True, False, HAS_WINDOW,
+            HAS_CAP, PRECISION
         )  # fmt: skip
         row_sum = tl.sum(row_sum, axis=1)
-        # A row of several may see nothing of a split.
-        acc = acc * (v_scale / tl.where(row_sum == 0.0, 1.0, row_sum))[:, None]
-        out_row = ((token + query) * KV_HEADS * GROUP + query_head) * HEAD_DIM
+        acc = acc * (v_scale / row_sum)[:, None]
+        out_row = out_ptr + (token * KV_HEADS + head) * (GROUP * HEAD_DIM)
         if num_splits == 1:
-            _store_rows(out_ptr + out_row[:, None] + cols, acc, out_scale_ptr, row_mask)
+            _store_rows(out_row + offsets, acc, out_scale_ptr, row_mask)
         else:
-            _finish_split(
-                acc, row_max + tl.log2(row_sum), row_live, first_seq * KV_HEADS + head, rows,
-                out_ptr + (token * KV_HEADS + head) * (GROUP * HEAD_DIM), out_scale_ptr,
-                scratch_ptr, scratch_ptr + partial_rows * HEAD_DIM, counter_ptr, split, num_splits,
-                max_splits, KV_HEADS, GROUP, HEAD_DIM, BLOCK_G, MERGE_BLOCK
-            )  # fmt: skip
+            pair = seq * KV_HEADS + head
+            first_row = pair * max_splits * GROUP
+            partial_ptr = scratch_ptr + first_row * HEAD_DIM
+            lse_ptr = scratch_ptr + partial_rows * HEAD_DIM + first_row
+            lse = row_max + tl.log2(row_sum)
+            tl.store(partial_ptr + split * (GROUP * HEAD_DIM) + offsets, acc, mask=row_mask)
+            tl.store(lse_ptr + split * GROUP + rows, lse, mask=rows < GROUP)
+            # All threads' stores come before the one thread that releases them.
+            tl.debug_barrier()
+            arrived = tl.atomic_add(counter_ptr + pair, 1, sem="acq_rel")
+            if arrived == num_splits - 1:
+                _combine(
+                    out_row, partial_ptr, lse_ptr, out_scale_ptr, num_splits, GROUP, HEAD_DIM,
+                    BLOCK_G, BLOCK_D, MERGE_BLOCK
+                )  # fmt: skip
+                tl.store(counter_ptr + pair, 0)
 
 
 @triton.jit
@@ -490,9 +460,10 @@ def _prefill_kernel(
     query_pos = computed + query
     end = computed + tl.minimum(first_query + BLOCK_Q, query_len)
     readable_begin = 0
-    first_seen = _first_seen(query_pos, window, chunk)
+    first_seen = query_pos
     if HAS_WINDOW:
         readable_begin = _first_seen(computed + first_query, window, chunk)
+        first_seen = _first_seen(query_pos, window, chunk)
     # A multiple of BLOCK_N: a query's tiles, and so its rounding, do not depend on the chunking.
     begin = readable_begin // BLOCK_N * BLOCK_N
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
