@@ -1,47 +1,38 @@
-// The kernels of decode_attention for each type of q and of the cache, head_dim and size of a
-// group.
-#include "decode.cuh"
+// Chooses the kernels of decode_attention by the types of q and of the cache.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include "decode.h"
 
 namespace fusewright::attention {
 
-template <typename Q, typename Kv, typename Use>
-cudaError_t with_tile(const DecodeArgs& args, const DecodeTypes& types, const Use& use) {
-  const bool one = args.group <= 8;
-  if (types.head_dim == 128) {
-    return one ? use(Tile<Q, Kv, 128, 1>{}) : use(Tile<Q, Kv, 128, 2>{});
-  }
-  return one ? use(Tile<Q, Kv, 64, 1>{}) : use(Tile<Q, Kv, 64, 2>{});
-}
-
-template <typename Q, typename Use>
-cudaError_t with_cache(const DecodeArgs& args, const DecodeTypes& types, const Use& use) {
-  return types.fp8_cache ? with_tile<Q, __nv_fp8_e4m3>(args, types, use)
-                         : with_tile<Q, Q>(args, types, use);
-}
-
-template <typename Use>
-cudaError_t with_types(const DecodeArgs& args, const DecodeTypes& types, const Use& use) {
-  return types.bfloat16 ? with_cache<__nv_bfloat16>(args, types, use)
-                        : with_cache<__half>(args, types, use);
-}
+// decode/tiles.cuh
+template <typename Q, typename Kv>
+cudaError_t plan_tiles(const DecodeArgs& args, int head_dim, DecodePlan& plan);
+template <typename Q, typename Kv>
+cudaError_t launch_tiles(const DecodeArgs& args, int head_dim, const DecodePlan& plan,
+                         cudaStream_t stream);
 
 cudaError_t plan_decode(const DecodeArgs& args, const DecodeTypes& types, DecodePlan& plan) {
-  return with_types(args, types, [&](auto tile) {
-    using T = decltype(tile);
-    const Limits* limits = nullptr;
-    if (const cudaError_t error = limits_of<T>(limits); error != cudaSuccess) return error;
-    const int64_t max_tokens = static_cast<int64_t>(args.max_blocks) << args.log2_block_size;
-    plan.grid = plan_grid<T>(*limits, args.num_seqs, args.kv_heads, max_tokens);
-    plan.partial_float4s = partial_float4s<T>(plan.grid, args.kv_heads);
-    return cudaSuccess;
-  });
+  const int dim = types.head_dim;
+  if (types.bfloat16) {
+    return types.fp8_cache ? plan_tiles<__nv_bfloat16, __nv_fp8_e4m3>(args, dim, plan)
+                           : plan_tiles<__nv_bfloat16, __nv_bfloat16>(args, dim, plan);
+  }
+  return types.fp8_cache ? plan_tiles<__half, __nv_fp8_e4m3>(args, dim, plan)
+                         : plan_tiles<__half, __half>(args, dim, plan);
 }
 
 cudaError_t launch_decode(const DecodeArgs& args, const DecodeTypes& types, const DecodePlan& plan,
                           cudaStream_t stream) {
-  return with_types(args, types, [&](auto tile) {
-    return launch_decode<decltype(tile)>(args, plan.grid, stream);
-  });
+  const int dim = types.head_dim;
+  if (types.bfloat16) {
+    return types.fp8_cache ? launch_tiles<__nv_bfloat16, __nv_fp8_e4m3>(args, dim, plan, stream)
+                           : launch_tiles<__nv_bfloat16, __nv_bfloat16>(args, dim, plan, stream);
+  }
+  return types.fp8_cache ? launch_tiles<__half, __nv_fp8_e4m3>(args, dim, plan, stream)
+                         : launch_tiles<__half, __half>(args, dim, plan, stream);
 }
 
 }  // namespace fusewright::attention

@@ -15,6 +15,11 @@
 //   memory: of every 16 shares the warp that comes last merges them, and the last of those warps
 //   merges theirs, in order of the shares. A cut costs some 10 us, so shares are used only if the
 //   longest item has more than about 1.5 times the work of an equal share.
+// - Several queries of one sequence, as of a step that verifies drafts, are sequences that lie
+// beside
+//   each other. The kernel finds them (shares.cuh), so one grid, and one captured graph, serves
+//   steps with and without: up to 32 heads of neighbouring queries are one item, whose K and V are
+//   read once. Its blocks then divide the fewer items anew (rows.cuh).
 // - The kernel reads whatever the kernel ahead does not write before it waits for that kernel:
 //   lengths, block tables and the first chunks of an item. Chunks that hold a slot which this step
 //   stores are read after the wait. The slot may be another sequence's, as two may share a block.
@@ -27,175 +32,13 @@
 #include <algorithm>
 #include <atomic>
 
-#include "items.cuh"
+#include "rows.cuh"
 
 namespace fusewright::attention {
 
 constexpr int kBlocksPerMultiprocessor = 2;
 
-// ---- shares
-
-constexpr int kSharesMergedAtOnce = 16;
-constexpr int kMaxPartials = 1 << 13;  // two a warp of the grid
-
-// Counts like `arrivals`, at the first of the partials that one warp merges.
-static __device__ unsigned group_arrivals[kMaxPartials];
-
-// The shares that hold a cut sequence, and where they leave their sums of it: a share has one place
-// for a sequence that is cut at its begin, one for one that is cut at its end only.
-template <typename T>
-struct Cut {
-  const DecodeArgs& args;
-  int head, first, last;
-  bool first_starts_before;
-
-  __device__ __forceinline__ int index_of(int share) const {
-    return (2 * share + (share == first && first_starts_before)) * args.kv_heads + head;
-  }
-  __device__ __forceinline__ float4* partial_of(int share) const {
-    constexpr int kFloat4s = (T::kFragments + T::kHeadTiles) * kWarpSize;
-    return args.partials + static_cast<int64_t>(index_of(share)) * kFloat4s +
-           threadIdx.x % kWarpSize;
-  }
-};
-
-template <typename T>
-__device__ __forceinline__ void write_partial(float4* to, const Sums<T>& sums) {
-#pragma unroll
-  for (int n = 0; n < T::kHeadTiles; ++n) {
-#pragma unroll
-    for (int j = 0; j < T::kSteps; ++j) {
-      __stcg(to + (n * T::kSteps + j) * kWarpSize, sums.fragment(n, j));
-    }
-    __stcg(to + (T::kFragments + n) * kWarpSize,
-           {sums.peak[n][0], sums.peak[n][1], sums.total[n][0], sums.total[n][1]});
-  }
-}
-
-// The sums of `count` shares, `step` apart from `share` on, several at a time: a load from L2 takes
-// longer than what is done with it.
-template <typename T>
-__device__ __forceinline__ void merge_partials(const Cut<T>& cut, int share, int step, int count,
-                                               Sums<T>& sums) {
-  constexpr int kAtOnce = 3 - T::kHeadTiles;
-  sums.reset();
-  for (int base = 0; base < count; base += kAtOnce) {
-#pragma unroll
-    for (int n = 0; n < T::kHeadTiles; ++n) {
-      float4 maxima[kAtOnce + 1], parts[kAtOnce][T::kSteps];
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        const bool live = base + k < count;
-        const float4* from = cut.partial_of(share + min(base + k, count - 1) * step);
-        maxima[k] = __ldcg(from + (T::kFragments + n) * kWarpSize);
-        if (!live) maxima[k] = {kNoMax, kNoMax, 0.0f, 0.0f};
-#pragma unroll
-        for (int j = 0; j < T::kSteps; ++j) {
-          parts[k][j] = __ldcg(from + (n * T::kSteps + j) * kWarpSize);
-        }
-      }
-      maxima[kAtOnce] = {sums.peak[n][0], sums.peak[n][1], sums.total[n][0], sums.total[n][1]};
-      float2 weights[kAtOnce + 1];
-      const float4 all = merge_maxima<kAtOnce + 1>(maxima, weights);
-      sums.rescale(n, {weights[kAtOnce].x, weights[kAtOnce].y});
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-#pragma unroll
-        for (int j = 0; j < T::kSteps; ++j) {
-          const float4& v = parts[k][j];
-          const float values[4] = {v.x, v.y, v.z, v.w};
-          for (int i = 0; i < 4; ++i) {
-            sums.out[n][j][i] += values[i] * (i % 2 ? weights[k].y : weights[k].x);
-          }
-        }
-      }
-      sums.peak[n][0] = all.x;
-      sums.peak[n][1] = all.y;
-      sums.total[n][0] = all.z;
-      sums.total[n][1] = all.w;
-    }
-  }
-}
-
-// Whether this warp is the last of `count` to come, which then sees what all have written.
-__device__ __forceinline__ bool warp_comes_last(unsigned* arrival, int count) {
-  const unsigned last = count - 1;
-  unsigned arrived = 0;
-  __threadfence();
-  __syncwarp();
-  if (threadIdx.x % kWarpSize == 0) arrived = atomicInc(arrival, last);
-  arrived = __shfl_sync(kAllLanes, arrived, 0);
-  __threadfence();
-  return arrived == last;
-}
-
-// Leaves this warp's sums of a cut sequence; true for the warp that came last, with all of them.
-template <typename T>
-__device__ __forceinline__ bool gather_partials(const DecodeArgs& args, const Row<T>& row,
-                                                int share, int seq, int head, int begin, int end,
-                                                Sums<T>& sums) {
-  const int seq_begin = row.starts[seq], seq_end = row.starts[seq + 1];
-  const int first = begin == seq_begin ? share : row.share_of(seq_begin);
-  const int last = end == seq_end ? share : row.share_of(seq_end - 1);
-  const Cut<T> cut{args, head, first, last, row.cut(first) < seq_begin};
-  write_partial<T>(cut.partial_of(share), sums);
-  const int leader = share - (share - first) % kSharesMergedAtOnce;
-  const int count = min(last - leader + 1, kSharesMergedAtOnce);
-  if (!warp_comes_last(group_arrivals + cut.index_of(leader), count)) return false;
-  merge_partials<T>(cut, leader, 1, count, sums);
-  const int groups = (last - first) / kSharesMergedAtOnce + 1;
-  if (groups == 1) return true;
-  write_partial<T>(cut.partial_of(leader), sums);
-  if (!warp_comes_last(arrivals + seq * args.kv_heads + head, groups)) return false;
-  merge_partials<T>(cut, first, kSharesMergedAtOnce, groups, sums);
-  return true;
-}
-
-// Where a warp's chunks begin and which blocks hold the first is found before the wait for what the
-// kernel ahead makes. Warps beyond the last share have nothing to do.
-template <typename T>
-__device__ __forceinline__ void run_share(const DecodeArgs& args, const Row<T>& row, Ring<T> ring,
-                                          int share, int head) {
-  const bool idle = share >= row.num_shares;
-  const int x_begin = idle ? 0 : row.cut(share), x_end = idle ? 0 : row.cut(share + 1);
-  Stream<T> stream(args, head, &row);
-  stream.left = 0;
-  stream.x = x_begin;
-  stream.x_end = x_end;
-  stream.take_batch();
-  wait_for_previous();
-  start_next();
-  for (int i = 0; i < T::kStages; ++i) {
-    stream.copy_next(ring.stage());
-    ring.advance();
-  }
-  Sums<T> sums;
-  for (int x = x_begin; x < x_end;) {
-    const int seq = row.sequence_at(x);
-    const int begin = x, end = min(row.starts[seq + 1], x_end);
-    const Visible seen = visible(args.seq_lens[seq], args.window);
-    const int token = args.query_start[seq];
-    Query<T> q;
-    q.load(args, token, head);
-    sums.reset();
-    attend_chunks<T>(stream, ring, seen.begin / T::kChunk + x - row.starts[seq], 1, end - x, seen,
-                     q, sums);
-    x = end;
-    const bool cut = begin > row.starts[seq] || end < row.starts[seq + 1];
-    if (cut && !gather_partials<T>(args, row, share, seq, head, begin, end, sums)) continue;
-    sums.finish();
-    store_sums<T>(args, token, head, sums);
-  }
-}
-
 // ---- the kernel
-
-// Whether a division without cuts, whose longest part this is, is as good as equal shares. Twelve
-// chunks are about what cuts cost; and who is done leaves its share of the bandwidth to the rest.
-template <typename T>
-__device__ __forceinline__ bool is_even(float longest, float share) {
-  return longest <= 1.5f * share + 12 * 16 / T::kChunk;
-}
 
 // Whether `step` warps for each item are the better division; `warps` there are in all.
 template <typename T>
@@ -203,7 +46,7 @@ __device__ __forceinline__ bool prefer_items(const DecodeArgs& args, int step, i
   if (args.num_seqs == 1) return true;
   int total = 0, longest = 0;
   for (int seq = threadIdx.x % kWarpSize; seq < args.num_seqs; seq += kWarpSize) {
-    const int chunks = chunks_of<T>(args, seq);
+    const int chunks = chunks_of<T>(args, {}, seq);
     total += chunks;
     longest = max(longest, chunks);
   }
@@ -215,7 +58,10 @@ __device__ __forceinline__ bool prefer_items(const DecodeArgs& args, int step, i
 
 // cluster: blocks that share an item; 0: there are more items than clusters. The grid has `parts`
 // rows of clusters for all items.
-template <typename T>
+//
+// kMayJoin: rows of a sequence may be taken together. Code that is not there costs a short call
+// less.
+template <typename T, bool kMayJoin>
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     decode_kernel(const __grid_constant__ DecodeArgs args, int cluster) {
   extern __shared__ __align__(128) uint8_t memory[];
@@ -223,7 +69,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   __shared__ uint64_t barrier;
   const uint32_t rings = shared_address(memory);
   constexpr int kRings = kWarps * T::kRingBytes;
-  const int warp = threadIdx.x / kWarpSize;
   const uint32_t arrived = shared_address(&barrier);
   if (cluster > 1) {
     if (threadIdx.x == 0) {
@@ -236,14 +81,16 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
   const int items = args.num_seqs * args.kv_heads, parts = gridDim.y;
   const int warps = gridDim.x * parts * kWarps;
   const int team = cluster > 0 ? kWarps : 2 * items <= warps ? 2 : items <= warps ? 1 : 0;
+  bool has_rows = false;
   if (team > 0) {
     Place place = place_of<T>(args, cluster, team);
-    Stream<T> stream(args, place.head, nullptr);
+    Stream<T> stream(args, place.head, nullptr, {});
     stream.left = 0;
     if (place.seq < args.num_seqs) start_item<T>(args, stream, place);
-    if (prefer_items<T>(args, place.step * parts, warps)) {
+    if constexpr (kMayJoin) has_rows = rows_save(args);
+    if (!has_rows && prefer_items<T>(args, place.step * parts, warps)) {
       if (parts > 1) [[unlikely]] {
-        if (is_long(chunks_of<T>(args, place.seq), place.step, parts)) {
+        if (is_long(chunks_of<T>(args, {}, place.seq), place.step, parts)) {
           place.parts = parts;
           place.ahead += place.part * place.step;
           place.step *= parts;
@@ -257,21 +104,19 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
       return;
     }
     if (cluster > 1) cluster_wait();
+  } else if constexpr (kMayJoin) {
+    has_rows = rows_save(args);
   }
   int* starts = reinterpret_cast<int*>(memory + kRings);
-  const int longest = lay_out<T>(args, starts, notes);
-  const int total = starts[args.num_seqs];
-  const int max_shares = warps / args.kv_heads;
-  Row<T> row{starts, args.num_seqs, min(max_shares, max(total * T::kChunk / kLeastCutTokens, 1))};
-  const int equal = total / row.num_shares;
-  // Without cuts, a share begins and ends half a sequence at most from where equal ones do. That is
-  // mostly near enough, and spares the search for the longest.
-  row.whole = true;
-  row.whole =
-      is_even<T>(equal + 1 + longest, equal) || is_even<T>(longest_share<T>(row, notes), equal);
-  const int stripe = (blockIdx.y * gridDim.x + blockIdx.x) * kWarps + warp;
-  const Ring<T> ring{rings + warp * T::kRingBytes};
-  run_share<T>(args, row, ring, stripe / args.kv_heads, stripe % args.kv_heads);
+  if constexpr (kMayJoin) {
+    if (has_rows) {
+      run_rows<RowsTile<T>>(args, starts, notes, rings);
+      return;
+    }
+  }
+  const auto size_of = [&](int seq) { return chunks_of<T>(args, {}, seq); };
+  const int longest = lay_out(args.num_seqs, starts, notes, size_of).most;
+  run_shares<T>(args, {}, starts, longest, notes, rings);
 }
 
 // ---- launch
@@ -294,13 +139,15 @@ cudaError_t find_limits(Limits& limits) {
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&limits.multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
-  const auto kernel = decode_kernel<T>;
+  const auto kernel = decode_kernel<T, false>;
   const int most = shared_bytes(T::kRingBytes, Inbox<T>::kBytes, kMaxSeqs);
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
-  if (error != cudaSuccess) return error;
-  error = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                               cudaSharedmemCarveoutMaxShared);
-  if (error != cudaSuccess) return error;
+  for (const auto each : {kernel, decode_kernel<T, true>}) {
+    error = cudaFuncSetAttribute(each, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+    if (error != cudaSuccess) return error;
+    error = cudaFuncSetAttribute(each, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                 cudaSharedmemCarveoutMaxShared);
+    if (error != cudaSuccess) return error;
+  }
   for (int i = 0; i < 4; ++i) {
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeClusterDimension;
@@ -371,11 +218,28 @@ Grid plan_grid(const Limits& limits, int num_seqs, int kv_heads, int64_t max_tok
   return {blocks, cluster, 1};
 }
 
-// float4s of partial sums that a call may need; what clusters of an item leave is less.
+// Positions that rows must save.
 template <typename T>
-int64_t partial_float4s(const Grid& grid, int kv_heads) {
-  const int64_t shares = grid.blocks * grid.parts * kWarps / kv_heads;
-  return 2 * shares * kv_heads * (T::kFragments + T::kHeadTiles) * kWarpSize;
+float least_saved(const DecodeArgs& args) {
+  return kLeastSavedBytes / (2.0f * args.kv_heads * T::kRowBytes);
+}
+
+// Whether the block table has room for a batch whose rows save so many.
+template <typename T>
+bool may_join(const DecodeArgs& args) {
+  const int64_t max_tokens = static_cast<int64_t>(args.max_blocks) << args.log2_block_size;
+  const int64_t seen = args.window > 0 ? std::min<int64_t>(args.window, max_tokens) : max_tokens;
+  return most_rows(args.group) > 1 && (args.num_seqs - 1) * seen >= least_saved<T>(args);
+}
+
+// float4s of partial sums that shares may need; what clusters or blocks leave of an item is less.
+template <typename T>
+int64_t partial_float4s(const DecodeArgs& args, const Grid& grid) {
+  if constexpr (!T::kRows) {
+    if (may_join<T>(args)) return partial_float4s<RowsTile<T>>(args, grid);
+  }
+  const int64_t shares = grid.blocks * grid.parts * kWarps / args.kv_heads;
+  return 2 * shares * args.kv_heads * (T::kFragments + T::kHeadTiles) * kWarpSize;
 }
 
 template <typename T>
@@ -393,7 +257,10 @@ cudaError_t launch_decode(const DecodeArgs& args, const Grid& grid, cudaStream_t
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = 2;
-  return cudaLaunchKernelEx(&config, decode_kernel<T>, args, grid.cluster);
+  DecodeArgs with_bound = args;
+  with_bound.least_saved = least_saved<T>(args);
+  const auto kernel = may_join<T>(args) ? decode_kernel<T, true> : decode_kernel<T, false>;
+  return cudaLaunchKernelEx(&config, kernel, with_bound, grid.cluster);
 }
 
 }  // namespace fusewright::attention

@@ -9,8 +9,13 @@ namespace fusewright::attention {
 
 constexpr int kMaxSeqs = 4096;
 constexpr int kMaxGroup = 16;
+constexpr int kMaxRows = 16;        // queries of one sequence that are one item
 constexpr int kMaxItems = 1 << 16;  // (sequence, KV head) pairs
 constexpr int kWarps = 4;           // of a block
+
+// What rows that are taken together must save: bytes of K and V, and positions beside those of the
+// sequences; measured on an H200 (docs/decisions/rows-of-a-sequence-are-found-by-attention.md).
+constexpr float kLeastSavedBytes = 300e6f, kLeastSavedShare = 2.0f;
 
 struct DecodeArgs {
   const void* q;           // [num_tokens, kv_heads * group, head_dim], rows q_stride apart
@@ -27,8 +32,9 @@ struct DecodeArgs {
   bool one_slot;  // the kernel ahead stores but the last slot of each sequence that has a query
   int64_t q_stride, table_stride;  // elements
   float scale;
-  int window;      // 0: all
-  float soft_cap;  // 0: none
+  int window;         // 0: all
+  float soft_cap;     // 0: none
+  float least_saved;  // positions, of kLeastSavedBytes; set by launch_decode
 };
 
 // The facts of a call that choose the kernel, besides the size of the KV group.

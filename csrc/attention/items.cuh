@@ -93,13 +93,13 @@ struct Team {
 // A team within a block: its threads store what its warps have left in the rings.
 template <typename T, int kTeam>
 __device__ __forceinline__ void merge_team(const DecodeArgs& args, uint32_t rings, int thread,
-                                           int token, int head) {
+                                           const Queries& queries) {
   const Team<T, kTeam> team{rings};
 #pragma unroll
   for (int i = thread; i < T::kFragments * kWarpSize; i += kTeam * kWarpSize) {
     float4 row;
     const float4 sum = team.sum(i, row);
-    store_fragment<T>(args, token, head, i / kWarpSize, i % kWarpSize, divided(sum, row.z, row.w));
+    store_fragment<T>(args, queries, i / kWarpSize, i % kWarpSize, divided(sum, row.z, row.w));
   }
 }
 
@@ -188,7 +188,7 @@ struct Exchange {
           __stcg(to, total);
           __stcg(to + kAll, {even, odd, values[4], values[5]});
         } else {
-          store_fragment<T>(args, token, p.head, fragment, lane,
+          store_fragment<T>(args, {token, 1, p.head}, fragment, lane,
                             divided(total, values[4], values[5]));
         }
       }
@@ -218,7 +218,7 @@ struct Exchange {
 #pragma unroll
         for (int k = 0; k < kAtOnce; ++k) add_scaled(sum, sums[k], weights[k].x, weights[k].y);
       }
-      store_fragment<T>(args, token, p.head, i / kWarpSize, i % kWarpSize,
+      store_fragment<T>(args, {token, 1, p.head}, i / kWarpSize, i % kWarpSize,
                         divided(sum, row.z, row.w));
     }
   }
@@ -232,14 +232,14 @@ struct Exchange {
 };
 
 template <typename T>
-__device__ __forceinline__ void store_sums(const DecodeArgs& args, int token, int head,
+__device__ __forceinline__ void store_sums(const DecodeArgs& args, const Queries& queries,
                                            const Sums<T>& sums) {
   const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
   for (int n = 0; n < T::kHeadTiles; ++n) {
 #pragma unroll
     for (int j = 0; j < T::kSteps; ++j) {
-      store_fragment<T>(args, token, head, n * T::kSteps + j, lane,
+      store_fragment<T>(args, queries, n * T::kSteps + j, lane,
                         divided(sums.fragment(n, j), sums.total[n][0], sums.total[n][1]));
     }
   }
@@ -300,13 +300,14 @@ template <typename T>
 __device__ __forceinline__ void run_item(const DecodeArgs& args, Stream<T>& stream, uint32_t rings,
                                          uint32_t arrived, const Place& p) {
   const int warp = threadIdx.x / kWarpSize;
-  const int chunks = p.seq < args.num_seqs ? chunks_of<T>(args, p.seq) : 0;
+  const int chunks = p.seq < args.num_seqs ? chunks_of<T>(args, {}, p.seq) : 0;
   const int count = chunks > p.ahead ? (chunks - p.ahead + p.step - 1) / p.step : 0;
   Ring<T> ring{rings + warp * T::kRingBytes};
   stream.left = max(count - stream.next.count, 0);
   stream.next.count = min(stream.next.count, count);
   const int first = stream.next.first;
   const int token = chunks > 0 ? args.query_start[p.seq] : 0;
+  const Queries queries = {token, 1, p.head};
   const unsigned fresh = fresh_chunks<T>(args, stream.next);
   int filled = 0;
   for (; filled < T::kStages && !(fresh >> filled & 1); ++filled) {
@@ -327,13 +328,13 @@ __device__ __forceinline__ void run_item(const DecodeArgs& args, Stream<T>& stre
   sums.reset();
   if (chunks > 0) {
     Query<T> q;
-    q.load(args, token, p.head);
+    q.load(args, queries, ring.end());
     attend_chunks<T>(stream, ring, first, p.step, count, visible(args.seq_lens[p.seq], args.window),
                      q, sums);
     sums.finish();
   }
   if (p.step == 1) {
-    if (chunks > 0) store_sums<T>(args, token, p.head, sums);
+    if (chunks > 0) store_sums<T>(args, queries, sums);
     return;
   }
   leave_sums<T>(ring.base, sums);
@@ -355,10 +356,10 @@ __device__ __forceinline__ void run_item(const DecodeArgs& args, Stream<T>& stre
       Exchange<T, 2, false>{rings, inbox, arrived, p.rank}.run(args, p, token);
     }
   } else if (chunks > 0 && p.step == kWarps) {
-    merge_team<T, kWarps>(args, rings, threadIdx.x, token, p.head);
+    merge_team<T, kWarps>(args, rings, threadIdx.x, queries);
   } else if (chunks > 0) {
     merge_team<T, 2>(args, rings + (warp & ~1) * T::kRingBytes, threadIdx.x % (2 * kWarpSize),
-                     token, p.head);
+                     queries);
   }
 }
 

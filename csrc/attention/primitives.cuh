@@ -110,6 +110,16 @@ __device__ __forceinline__ void store_shared(uint32_t address, float4 v) {
                : "memory");
 }
 
+__device__ __forceinline__ void store_shared(uint32_t address, uint2 v) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(v.x), "r"(v.y) : "memory");
+}
+
+__device__ __forceinline__ uint2 load_shared_pair(uint32_t address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ float4 load_shared(uint32_t address) {
   float4 v;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"

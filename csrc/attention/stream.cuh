@@ -11,18 +11,20 @@ struct Stream {
   const DecodeArgs& args;
   Copier<T> copier;
   const Row<T>* row;  // nullptr: only the one sequence
+  Neighbors<T> neighbors;
   int seq, first, step, left;
   int x, x_end;  // chunks of the row that follow
   Batch<T> now, next;
   int index = 0;
 
-  __device__ Stream(const DecodeArgs& args_, int head, const Row<T>* row_)
-      : args(args_), copier(args_, head), row(row_) {}
+  __device__ Stream(const DecodeArgs& args_, int head, const Row<T>* row_,
+                    const Neighbors<T>& neighbors_)
+      : args(args_), copier(args_, head), row(row_), neighbors(neighbors_) {}
 
   __device__ __forceinline__ void take_batch() {
     if (left == 0 && row && x < x_end) {
       seq = row->sequence_at(x);
-      const int begin = args.window > 0 ? visible(args.seq_lens[seq], args.window).begin : 0;
+      const int begin = args.window > 0 ? neighbors.seen(args, seq).begin : 0;
       first = begin / T::kChunk + x - row->starts[seq];
       step = 1;
       left = min(row->starts[seq + 1], x_end) - x;
@@ -30,7 +32,7 @@ struct Stream {
     }
     next.count = 0;
     if (left == 0) return;
-    next = find_blocks<T>(args, seq, first, step, left);
+    next = find_blocks<T>(args, seq, neighbors.rows(seq), first, step, left);
     first += next.count * step;
     left -= next.count;
   }
@@ -52,6 +54,7 @@ struct Ring {
   uint32_t base;
   int at = 0;
   __device__ __forceinline__ uint32_t stage() const { return base + at * T::kStageBytes; }
+  __device__ __forceinline__ uint32_t end() const { return base + T::kStages * T::kStageBytes; }
   __device__ __forceinline__ void advance() { at = at + 1 == T::kStages ? 0 : at + 1; }
 };
 
@@ -62,7 +65,7 @@ __device__ __forceinline__ unsigned fresh_chunks(const DecodeArgs& args, const B
   using B = Batch<T>;
   if (args.num_seqs > kWarpSize || !args.one_slot) return ~0u;
   if (args.num_seqs == 1) {  // no look into the block table: the last chunk
-    const int behind = (batch.seq_len - 1) / T::kChunk - batch.first;
+    const int behind = (batch.seen.end - 1) / T::kChunk - batch.first;
     const int index = behind / batch.step;
     return behind == index * batch.step && behind >= 0 && index < B::kChunks ? 1u << index : 0;
   }
@@ -92,7 +95,7 @@ __device__ __forceinline__ unsigned fresh_chunks(const DecodeArgs& args, const B
   return chunks;
 }
 
-// `count` chunks, `step` apart from `first` on, of the sequence whose query this is.
+// `count` chunks, `step` apart from `first` on, of the sequence whose queries these are.
 template <typename T>
 __device__ __forceinline__ void attend_chunks(Stream<T>& stream, Ring<T>& ring, int first, int step,
                                               int count, const Visible& seen, const Query<T>& q,
