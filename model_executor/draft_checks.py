@@ -9,7 +9,8 @@ from typing import Any
 
 from ..config import UserError
 from .heads.mtp import read_mtp
-from .heads.read import is_head, read_head
+from .heads.read import read_head
+from .heads.spec import is_head
 from .hf_config import read_spec
 from .hf_json import read_json
 from .spec import ModelSpec

@@ -11,7 +11,7 @@ from .abacus import BUNDLED
 from .captured.described import Lookup, described_spec, nowhere
 from .captured.facts import is_known
 from .checkpoint_facts import fit_to_checkpoint
-from .heads.read import is_head
+from .heads.spec import is_head
 from .hf_json import HfConfig, read_json
 from .models import ARCHITECTURES
 from .models.rope import why_no_longer

@@ -14,7 +14,6 @@ from ...config.check import check_limits, check_options
 from ...config.speculative import read_speculative
 from ...config.weight_format import full_name
 from ...model_executor.checkpoint import checkpoint_files
-from ...model_executor.draft_checks import check_drafter as check_drafter_fits, drafter_reader
 from ...model_executor.hf_config import model_folder, model_limits, read_spec
 from ...model_executor.parallel import check_parallel
 from ...model_executor.spec import ModelSpec, check_online_kind
@@ -71,16 +70,18 @@ def check_drafter(options: EngineOptions, spec: ModelSpec, *, weights: bool) -> 
     asked = read_speculative(options.speculative_config)
     if asked is None or asked.method == "ngram":
         return
+    from ...model_executor import draft_checks
+
     lookup = partial(artifacts_having, options)
     spec = replace(spec, pipeline_parallel_size=options.pipeline_parallel_size)
     try:
         folder = model_folder(asked.model or options.model, weights=weights, lookup=lookup)
-        draft = drafter_reader(asked.method, spec)(folder, options.model_impl, lookup)
+        draft = draft_checks.drafter_reader(asked.method, spec)(folder, options.model_impl, lookup)
         if weights:
             checkpoint_files(folder)
     except UserError as error:
         raise UserError(f"speculative_config: {error}") from error
-    check_drafter_fits(asked.method, folder, draft, spec)
+    draft_checks.check_drafter(asked.method, folder, draft, spec)
 
 
 def check_chat_template(template: str) -> None:

@@ -30,7 +30,6 @@ from ...config import (
     key_factors,
 )
 from ...config.expert_tables import Experts
-from ...model_executor.heads.forms import FORMS
 from ...model_executor.hf_config import model_folder
 from ...model_executor.loader import fake_model
 from ...model_executor.models.decoder import distinct_layers
@@ -209,6 +208,8 @@ def head_calls(
 ) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """``outside_calls`` of a head."""
     yield from outside_calls(spec, num_tokens, num_seqs)
+    from ...model_executor.heads.forms import FORMS
+
     if spec.head and FORMS[spec.head.form].widens:
         columns = len(spec.head.kept) * spec.head.target_hidden_size
         x, weight = (

@@ -29,7 +29,6 @@ from ...config.speculative import HEAD_METHODS
 from ...graph_capture import Dispatcher, Graphs, StepBuffers, make_backend, say_free
 from ...model_executor.cache_spec import LayerGroup
 from ...model_executor.captured.described import nowhere
-from ...model_executor.draft_checks import drafter_reader
 from ...model_executor.hf_config import model_folder, model_limits, read_spec
 from ...model_executor.loader import Model, load_model
 from ...model_executor.parallel import check_parallel
@@ -116,6 +115,8 @@ def with_kept(spec: ModelSpec, config: ResolvedConfig) -> ModelSpec:
     asked = config.scheduler.speculative
     if asked is None or asked.method not in HEAD_METHODS:
         return spec
+    from ...model_executor.draft_checks import drafter_reader
+
     try:
         folder = model_folder(asked.model or config.model.path)
         head = drafter_reader(asked.method, spec)(folder).head

@@ -6,7 +6,6 @@ latter nests the layer's configuration.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,24 +17,9 @@ from ..hf_json import HfConfig, read_json
 from ..models.families import llama
 from ..spec import ModelSpec
 from .forms import TO_TARGET, canonical
-from .spec import HeadSpec
+from .spec import EAGLE3_NAMES, FIRST_EAGLE, HeadSpec
 
-EAGLE3_NAMES = (
-    "LlamaForCausalLMEagle3",
-    "Eagle3LlamaForCausalLM",
-    "Eagle3Speculator",
-    "Eagle3DraftModel",
-)
-"""Architectures of EAGLE-3 heads."""
-_FIRST_EAGLE = ("LlamaForCausalLMEagle", "EagleLlamaForCausalLM", "EagleSpeculator")
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-
-
-def is_head(values: Mapping[str, Any]) -> bool:
-    """Whether a config is that of a draft head."""
-    names = values.get("architectures")
-    known = (*EAGLE3_NAMES, *_FIRST_EAGLE)
-    return isinstance(names, list) and any(name in known for name in names)
 
 
 def read_head(
@@ -55,7 +39,7 @@ def read_head(
     path = Path(folder) / "config.json"
     config = HfConfig(path, read_json(path))
     names = config.values.get("architectures") or []
-    if any(name in _FIRST_EAGLE for name in names):
+    if any(name in FIRST_EAGLE for name in names):
         raise UserError(
             f"{path}: {names[0]!r} is a head of EAGLE 1 or 2, which is not supported; use an "
             f"EAGLE-3 head ({EAGLE3_NAMES[0]})"
