@@ -264,9 +264,8 @@ def check_rows(
     name = f"speculative_config: num_speculative_tokens={count}"
     if max_num_tokens is not None and count + 1 > max_num_tokens:
         raise UserError(
-            f"{name}: a request with {count} drafts is {count + 1} rows, and "
-            f"max_num_batched_tokens={max_num_tokens}; draft {max_num_tokens - 1} at most, or raise "
-            "it"
+            f"{name}: a request with {count} drafts is {count + 1} rows, and max_num_batched_tokens"
+            f"={max_num_tokens}; draft {max_num_tokens - 1} at most, or raise it"
         )
     if sizes and count + 1 > max(sizes):
         raise UserError(

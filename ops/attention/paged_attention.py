@@ -55,9 +55,9 @@ def paged_attention(
     i.  A NaN in a query, or in a key or value that it sees, is in its result.
 
     Neighbours of one query each whose lengths grow by one, and who share the block of the former's
-    position, are one sequence, as drafts are: the last table may be read for all of them, and NaN
-    in a later value may be in an earlier result.  On a GPU the kernel launched right before may
-    still be writing q and the slots of this step's queries, but nothing else of what this op reads.
+    position, are one sequence, as drafts are: the last table may be read for all, and NaN in a
+    later value may be in an earlier result.  On a GPU the kernel right before may still be writing
+    q and the slots of this step's queries, but nothing else of what this op reads.
 
     Args:
         q: [num_tokens, num_heads, head_dim]; may be strided on tokens.
@@ -76,12 +76,10 @@ def paged_attention(
         soft_cap: logits become cap * tanh(logits / cap); 0 = off.
         kv_scale: [2, num_kv_heads] float32: what a float8_e4m3fn cache holds times this are K and
             V; None: 1.
-        out_scale: [1, 1] float32: ``out`` is the result / out_scale, rounded once, saturated at
-            +-448.
+        out_scale: [1, 1] float32: ``out`` is result / out_scale, rounded once, at most +-448.
         sinks: [num_heads] in float32 or q's dtype: a logit of each head, neither scaled nor capped,
             that takes its share of the softmax and has no value; None: no such logit.
-        chunk: a query at position p sees none before floor(p / chunk) * chunk; 0 = no chunks.  With
-            a sliding window it sees what both let it see.
+        chunk: a query at p sees none before floor(p / chunk) * chunk, and what a window shows.
 
     Raises:
         ValueError: dtypes and scales disagree, or a window or a chunk is negative.

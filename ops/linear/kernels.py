@@ -105,8 +105,7 @@ def _tiled_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
 
 
 def plan_tiled(*args: Any, invariant: bool = False) -> Launches[Tensor]:
-    """The launch of the tiled Triton kernel, without an epilogue.  ``invariant``: a row has the
-    same bits whatever the other rows are."""
+    """The tiled Triton kernel's launch, without an epilogue; ``invariant``: as of the others."""
     x, weight, bias, x_scale, weight_scale, *_ = args
     if x_scale is None or weight_scale is None:
         return tiled.linear(x, weight, bias, invariant=invariant)
@@ -302,8 +301,7 @@ def kernels_of(weight_format: str) -> tuple[LinearKernel, ...]:
 
 
 def format_factors(weight_format: str) -> dict[str, str]:
-    """What an artifact depends on of a format that is admitted: its definition, and whether kernels
-    replace it."""
+    """What an artifact depends on of an admitted format: its definition and its kernels."""
     stored = STORED_FORMATS.get(weight_format)
     if stored is None:
         return {}

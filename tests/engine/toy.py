@@ -358,7 +358,7 @@ class Setup:
 
 
 def in_order(scheduler: Scheduler) -> list[Request]:
-    """Waiting requests in the order in which those of one call, or asked for alone, will start."""
+    """Waiting requests in the order in which those of one call will start."""
     heed = scheduler.heed_priority
     return sorted(scheduler.waiting, key=lambda r: (r.priority if heed else 0, r.arrival))
 
@@ -385,8 +385,7 @@ def check_invariants(scheduler: Scheduler) -> None:
         assert call.num_running or call.num_waiting
     for request in running:
         assert bool(request.num_drafts) <= request.num_in_flight <= 1
-        assert request.num_tokens + request.num_drafts <= request.max_total_tokens
-        assert request.num_drafts >= 0
+        assert 0 <= request.num_drafts <= request.max_total_tokens - request.num_tokens
         tables = zip(pool.groups, request.blocks.tables, request.blocks.num_freed, strict=True)
         for group, table, freed in tables:
             computed = request.num_computed_tokens, pool.block_size
