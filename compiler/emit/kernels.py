@@ -31,6 +31,7 @@ def step_sizes(num_tokens: int, num_seqs: int) -> dict[str, int]:
         "num_seqs_plus_1": num_seqs + 1,
         "num_blocks": 3,
         "max_blocks": 5,
+        "num_slots": 7,
     }
 
 

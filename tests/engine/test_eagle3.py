@@ -12,10 +12,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fusewright import LLM
+from fusewright.compiler.emit.kernels import step_sizes
 from fusewright.config import UserError
 from fusewright.engine.core.request import Request
+from fusewright.engine.worker.step_arguments import example
 from fusewright.model_executor.abacus.problems import held_out
-from fusewright.model_executor.hf_config import model_folder
+from fusewright.model_executor.draft_checks import drafter_reader
+from fusewright.model_executor.hf_config import model_folder, read_spec
 
 from .eagle3_heads import DRAFT_VOCAB, HIDDEN, Reference, config_of, random_weights, save_head
 from .test_speculative import KINDS, OPTIONS, PROMPTS, SETUPS, facts, generate, params
@@ -252,3 +255,12 @@ def test_a_trained_drafter_drafts_on_a_gpu(name: str) -> None:
     report = llm.report()["drafts"]
     assert report["error"] == ""
     assert report["accepted_by_position"][0] > 0.7 * report["drafted_by_position"][0], report
+
+
+def test_whatever_a_heads_dimensions_count_has_a_size_for_its_kernels() -> None:
+    target = read_spec(model_folder("abacus"))
+    head = drafter_reader("eagle3", target)(model_folder("abacus-eagle3"))
+    made = example(head, 16, torch.device("meta"))
+    counts = {count for dims in made.dynamic.values() for count in dims.values()}
+    assert "num_slots" in counts
+    assert counts <= {*step_sizes(num_tokens=1, num_seqs=1)}
