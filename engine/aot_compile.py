@@ -87,11 +87,11 @@ def aot_compile(
     Args:
         options: as for a start; a model folder with ``config.json`` is enough.
         target_sm: compute capability to compile for, such as 90; that of the GPU here if None.
-        dump: write what each phase made into this folder, or for several pipeline stages into
-            one in it for each.
+        dump: write what each phase made into this folder, or for several programs into one in it
+            for each.
 
     Returns:
-        One for each pipeline stage.
+        One for each pipeline stage, then one for the model or head that drafts, if there is one.
 
     Raises:
         UserError: the options compile nothing, or not without the GPU; the artifact cannot be kept.
@@ -100,27 +100,41 @@ def aot_compile(
     with startup.phase("config"):
         hardware = target_hardware(options, target_sm)
         model, whole, config = read_model(options, hardware)
+        num_stages = whole.pipeline_parallel_size
+        programs = {
+            f"stage-{number}": (model, stage_of(whole, number), config)
+            for number in range(num_stages)
+        }
+        programs |= _drafter(options, config, whole, hardware)
     absent = is_absent(hardware)
     results: list[AotResult] = []
-    num_stages = whole.pipeline_parallel_size
-    for number in range(num_stages):
-        spec = stage_of(whole, number)
-        folder = dump / f"stage-{number}" if dump and num_stages > 1 else dump
-        _check(config, absent, folder)
-        store = configured_store(config.store)
+    for name, (source, spec, own) in programs.items():
+        folder = dump / name if dump and len(programs) > 1 else dump
+        _check(own, absent, folder)
+        store = configured_store(own.store)
         with (
             show_progress() as progress,
             startup.phase("compile"),
             progress.status("Compiling", quiet=LOOKUPS) as say,
         ):
-            compiled = find_or_compile(spec, config, store, on_phase=say, record=_record(folder))
-        label, left = artifact_label(spec, config), _left(hardware, absent)
-        if spec.captured and spec.quant is None and raw_headers(model) is None:
-            why = f"{model} has no weights, whose names and shapes a start without it has to know"
+            compiled = find_or_compile(spec, own, store, on_phase=say, record=_record(folder))
+        label, left = artifact_label(spec, own), _left(hardware, absent)
+        if spec.captured and spec.quant is None and raw_headers(source) is None:
+            why = f"{source} has no weights, whose names and shapes a start without it has to know"
             left += (f"import of transformers: {why}; compile the folder with its weights",)
         results.append(AotResult(compiled, label, startup, left, folder))
         startup = StartupReport()
     return results
+
+
+def _drafter(
+    options: EngineOptions, config: ResolvedConfig, whole: ModelSpec, hardware: Hardware
+) -> dict[str, tuple[Path, ModelSpec, ResolvedConfig]]:
+    """The program of the model or head that drafts, by its name, if the options ask for one."""
+    from .worker.draft_model import read_draft_model
+
+    parts = read_draft_model(options, config, whole, hardware, weights=False)
+    return {"draft": (parts.folder, parts.spec, parts.config)} if parts else {}
 
 
 def target_hardware(options: EngineOptions, target_sm: int | None) -> Hardware:

@@ -108,9 +108,17 @@ def draft_options(
 
 
 def read_draft_model(
-    options: EngineOptions, config: ResolvedConfig, spec: ModelSpec, hardware: Hardware
+    options: EngineOptions,
+    config: ResolvedConfig,
+    spec: ModelSpec,
+    hardware: Hardware,
+    *,
+    weights: bool = True,
 ) -> DraftParts | None:
     """Read the folder of the draft model that ``options`` name; None if they name none.
+
+    Args:
+        weights: they will be loaded.
 
     Raises:
         UserError: the folder is bad, or the model cannot draft for one of ``spec``.
@@ -121,7 +129,7 @@ def read_draft_model(
     own, read = draft_options(options, asked, config), drafter_reader(asked.method, spec)
     if asked.method != "draft_model":  # it reads and makes hidden states of the target's dtype
         own = replace(own, dtype=config.precision.dtype)
-    parts = DraftParts(*read_model(own, hardware, weights=True, read=read))
+    parts = DraftParts(*read_model(own, hardware, weights=weights, read=read))
     check_drafter(asked.method, parts.folder, parts.spec, spec)
     return parts
 

@@ -101,7 +101,7 @@ def keep_hidden(x: Tensor, spec: ModelSpec, place: int, inputs: AttentionInputs)
     cache = inputs.hidden_caches[spec.kept.index(place)]
     halves = x.view(-1, 2, *cache.shape[3:])
     slots = inputs.groups[spec.whole_group].slot_mapping
-    ops.kv_store(halves[:, 0], halves[:, 1], cache, slots)
+    ops.kv_store(*halves.unbind(1), cache, slots)
 
 
 def feed_forward(spec: ModelSpec, layer: int) -> nn.Module:

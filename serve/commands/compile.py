@@ -28,7 +28,7 @@ def compile(
 ) -> None:
     """Compile a model ahead of time, verify every rewrite, and keep the artifact.
 
-    Each stage of a pipeline has an artifact, and a line of its own with --json.
+    Each stage of a pipeline has an artifact, and a line of its own with --json; so has what drafts.
     """
     options = dict(engine)
     if options.get("optimization_level") != 0 and not options.get("enforce_eager"):
