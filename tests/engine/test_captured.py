@@ -125,7 +125,7 @@ def test_without_proof_no_twin_is_made(tmp_path: Path, monkeypatch: pytest.Monke
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: a model without an adapter"),
         (
             {"quantization": "fp8", "tensor_parallel_size": 2},
-            "tensor_parallel_size=2: the quantized weights of a model without an adapter",
+            "tensor_parallel_size=2: layers in fp8 quantize their input, and a model without",
         ),
         ({"model_impl": "adapter"}, "model_impl=adapter: architecture 'OPTForCausalLM' has none"),
     ],

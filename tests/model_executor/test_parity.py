@@ -135,7 +135,8 @@ def test_one_trace_serves_every_batch(
 
     def run(ids: Tensor, positions: Tensor, inputs: Any, caches: Any) -> Tensor:
         of_groups = [tensor for group in inputs.groups for tensor in group]
-        for tensor in (ids, positions, *of_groups, *inputs[1:]):
+        others = [value for value in inputs[1:] if isinstance(value, Tensor)]
+        for tensor in (ids, positions, *of_groups, *others):
             torch._dynamo.mark_dynamic(tensor, 0)
         for group in inputs.groups:
             torch._dynamo.mark_dynamic(group.block_table, 1)

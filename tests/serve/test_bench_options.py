@@ -39,7 +39,7 @@ Capture = pytest.CaptureFixture[str]
             "bench latency --acceptance 0.5,0.4 --spec-k 3 --spec-method ngram",
             "num_speculative_tokens=3 contradicts 2",
         ),
-        ("bench latency --spec-method eagle3", "method='eagle3': its heads read the hidden states"),
+        ("bench latency --spec-method eagle3", "num_speculative_tokens=None: expected how many"),
         ("bench latency --input-len 0", "input_len=0: expected at least 1"),
         ("bench latency --input-len 99999999999", "input_len=99999999999: expected at most"),
         ("bench latency --output-len 1", "output_len=1: expected at least 2"),

@@ -21,6 +21,7 @@ from tests.engine.start_process import environment
 
 pytestmark = pytest.mark.usefixtures("warm")
 Capture = pytest.CaptureFixture[str]
+EAGLE3 = {"method": "eagle3", "model": "abacus-eagle3", "num_speculative_tokens": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +64,7 @@ def shell(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
         (["--kernels", "rms_norm=triton"], "error: kernels=rms_norm=triton: not for cpu; use "),
         (
             ["--kernels", "gelu_tanh_mul=native"],
-            "nothing calls gelu_tanh_mul in this model with these passes; its ops: add_rms_norm, ",
+            "nothing calls gelu_tanh_mul in this model with these passes; its ops: accept_tokens, ",
         ),
     ],
     ids=lambda value: value[1] if isinstance(value, list) else "",
@@ -153,6 +154,16 @@ def test_compile_refuses(
 ) -> None:
     assert expected in refusal(capsys, "compile", "abacus", "--device", "cpu", *flags)
     assert not stores.exists()
+
+
+def test_compile_compiles_what_drafts_too(capsys: Capture) -> None:
+    asked = ["abacus", "-O1", "--device", "cpu", "--max-model-len", "64"]
+    asked += ["--speculative-config", json.dumps(EAGLE3)]
+    assert main(["compile", *asked, "--json"]) == 0
+    built = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["built"] for line in built] == [True, True]
+    assert built[0]["key"] != built[1]["key"]
+    assert main(["run", *asked, "--require-cache", "--prompt", "1+1=", "--max-tokens", "4"]) == 0
 
 
 def test_a_store_that_cannot_be_written_is_an_error(tmp_path: Path, capsys: Capture) -> None:
