@@ -99,9 +99,9 @@ def keep_hidden(x: Tensor, spec: ModelSpec, place: int, inputs: AttentionInputs)
     if place not in spec.kept or spec.whole_group is None:
         return
     cache = inputs.hidden_caches[spec.kept.index(place)]
-    halves = x.view(-1, 2, *cache.shape[3:])
+    low, high = x.view(-1, 2, *cache.shape[3:]).unbind(1)
     slots = inputs.groups[spec.whole_group].slot_mapping
-    ops.kv_store(*halves.unbind(1), cache, slots)
+    ops.kv_store(low, high, cache, slots)
 
 
 def feed_forward(spec: ModelSpec, layer: int) -> nn.Module:

@@ -60,10 +60,10 @@ class Join(nn.Module):
 
 def feed(hidden_SD: Tensor, beside: HeadInputs) -> None:
     """Store a head's own hidden state of each sequence, which its next draft follows."""
-    halves = hidden_SD.view(-1, 2, *beside.fed.shape[3:])
     # An index would ask for the GPU, which is elsewhere where a head is compiled ahead of time.
     slots = beside.slots.narrow(0, 0, beside.slots.shape[0] - 1)
-    ops.kv_store(*halves.unbind(1), beside.fed, slots)
+    low, high = hidden_SD.view(-1, 2, *beside.fed.shape[3:]).unbind(1)
+    ops.kv_store(low, high, beside.fed, slots)
 
 
 class DraftHead(DecoderModel):
