@@ -98,8 +98,8 @@ FEED = "feed_slots"
 """The slot whose newest sampled token, on the device alone, is the token's id; or ``NO_SLOT``."""
 
 FED_SLOTS = "fed_slots"
-"""Of a draft head: the slot of each sequence, where its hidden state is kept; the last is of none,
-so that there are as many as ends of sequences."""
+"""A draft head keeps the hidden state of each sequence in this slot.  The last one belongs to no
+sequence, so that there are as many as ends of sequences."""
 
 
 ORDER = "order"

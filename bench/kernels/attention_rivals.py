@@ -21,12 +21,12 @@ from ...ops.launches.paged_attention import AttentionArgs
 from .harness import Planned
 
 _WORKSPACE_BYTES = 384 << 20
-"""What FlashInfer's plans share: partial results of split contexts."""
+"""FlashInfer's plans share a buffer of this size for partial results of split contexts."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What decides whether a rival computes the same layer."""
+    """A rival computes the same layer if it has all of these."""
 
     kv_dtype: torch.dtype
     head_dim: int

@@ -100,7 +100,7 @@ def works_of_low_bits() -> Iterator[KernelWork]:
 
 
 def rivals_of(name: str, rows: int, n: int, k: int) -> dict[str, Any]:
-    """What else computes a layer of bfloat16."""
+    """Return the rivals of a layer of bfloat16, by name."""
 
     def make_rows(rows: int, device: torch.device) -> tuple[Any, ...]:
         return make(rows, n, k, device)

@@ -37,8 +37,8 @@ _POOL_BYTES, _MOST_COPIES = 512 << 20, 16
 
 
 class CutlassTile(NamedTuple):
-    """What ``cutlass_linear.cu`` is compiled with: a tile, the blocks that share one by multicast,
-    a schedule, and whether the weight is the tall operand."""
+    """``cutlass_linear.cu`` is compiled with a tile, the blocks that share one by multicast, a
+    schedule, and whether the weight is the tall operand."""
 
     tile_m: int
     tile_n: int
@@ -68,7 +68,7 @@ def _headers() -> Path | None:
 
 
 def why_no_cutlass() -> str:
-    """What keeps CUTLASS's kernels from being built here, or an empty string."""
+    """Say what keeps CUTLASS's kernels from being built here; "" if nothing does."""
     if _nvcc() is None:
         return "CUTLASS: no nvcc; install the CUDA toolkit"
     if _headers() is None:

@@ -70,7 +70,7 @@ __device__ __forceinline__ Visible visible(int seq_len, int window) {
   return {window > 0 ? max(seq_len - window, 0) : 0, seq_len};
 }
 
-// What one of the last `rows` positions of a sequence sees.
+// Returns the positions that any of the last `rows` of a sequence sees.
 __device__ __forceinline__ Visible visible_of_rows(int seq_len, int window, int rows) {
   return {visible(seq_len - rows + 1, window).begin, seq_len};
 }
@@ -215,13 +215,13 @@ struct Query {
     }
   }
 
-  // What all queries see, of what the last and any of them do.
+  // Returns the positions that all queries see, of those that any of them sees.
   __device__ __forceinline__ Visible seen_by_all(const Visible& seen) const {
     if constexpr (!T::kRows) return seen;
     return {visible(seen.end, window).begin, seen.end - rows + 1};
   }
 
-  // What the query of a column sees.
+  // Returns the positions that the query of a column sees.
   __device__ __forceinline__ Visible seen_by(int column, const Visible& seen) const {
     if constexpr (!T::kRows) return seen;
     return visible(seen.end - rows + 1 + min(column / group, rows - 1), window);

@@ -13,8 +13,9 @@ constexpr int kMaxRows = 16;        // queries of one sequence that are one item
 constexpr int kMaxItems = 1 << 16;  // (sequence, KV head) pairs
 constexpr int kWarps = 4;           // of a block
 
-// What rows that are taken together must save: bytes of K and V, and positions beside those of the
-// sequences; measured on an H200 (docs/decisions/rows-of-a-sequence-are-found-by-attention.md).
+// Rows are taken together if they save so many bytes of K and V, and so many positions beside those
+// of the sequences: as measured on an H200
+// (docs/decisions/rows-of-a-sequence-are-found-by-attention.md).
 constexpr float kLeastSavedBytes = 300e6f, kLeastSavedShare = 2.0f;
 
 struct DecodeArgs {

@@ -116,7 +116,7 @@ struct Computer {
 
   __device__ __forceinline__ bool capped() const { return T::kGeneral && args.soft_cap > 0; }
 
-  // Of the logits of row r.
+  // Returns the scale of row r's logits.
   __device__ __forceinline__ float scale(int r) const {
     return T::kFp8 ? args.scale * row_scale[r] : args.scale;
   }

@@ -1,4 +1,4 @@
-// What the warps that fill shared memory and those that compute share: the tile, its barriers.
+// The warps that fill shared memory and those that compute share the tile and its barriers.
 #pragma once
 
 #include <cuda.h>

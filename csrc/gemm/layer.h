@@ -10,6 +10,28 @@
 
 namespace fusewright::gemm {
 
+// The arguments of x [num_tokens, in_features] and of a weight's rows, however wide these are
+// stored.
+inline SkinnyLinearArgs operands_of(const char* op, const Tensor& x, const Tensor& weight,
+                                    Epilogue epilogue) {
+  const int64_t num_tokens = x.size(0), in_features = x.size(1), rows = weight.size(0);
+  SkinnyLinearArgs args = {};
+  args.epilogue = epilogue;
+  if (args.gated() && rows % 2 != 0) {
+    fail(op, "weight has shape ", shape_of(weight), ", expected an even number of rows: gate, up");
+  }
+  args.x = x.data_ptr();
+  args.weight = weight.data_ptr();
+  args.element = Element::kBFloat16;
+  args.num_tokens = static_cast<int>(num_tokens);
+  args.out_features = static_cast<int>(args.gated() ? rows / 2 : rows);
+  args.in_features = static_cast<int>(in_features);
+  // The stride of a single row means nothing, and need not be one that the copies accept.
+  args.x_row_stride = num_tokens > 1 ? x.stride(0) : in_features;
+  args.weight_row_stride = rows > 1 ? weight.stride(0) : weight.size(1);
+  return args;
+}
+
 // The arguments but for scales, bias and outputs, checked.
 inline SkinnyLinearArgs describe(const char* op, const Tensor& x, ScalarType x_dtype,
                                  const Tensor& weight, ScalarType weight_dtype, Epilogue epilogue,
@@ -31,21 +53,7 @@ inline SkinnyLinearArgs describe(const char* op, const Tensor& x, ScalarType x_d
   if (num_tokens > max_tokens) {
     fail(op, "x ", shape_of(x), " has ", num_tokens, " rows, expected ", max_tokens, " or fewer");
   }
-  SkinnyLinearArgs args = {};
-  args.epilogue = epilogue;
-  if (args.gated() && rows % 2 != 0) {
-    fail(op, "weight has shape ", shape_of(weight), ", expected an even number of rows: gate, up");
-  }
-  args.x = x.data_ptr();
-  args.weight = weight.data_ptr();
-  args.element = Element::kBFloat16;
-  args.num_tokens = static_cast<int>(num_tokens);
-  args.out_features = static_cast<int>(args.gated() ? rows / 2 : rows);
-  args.in_features = static_cast<int>(in_features);
-  // The stride of a single row means nothing, and need not be one that the copies accept.
-  args.x_row_stride = num_tokens > 1 ? x.stride(0) : in_features;
-  args.weight_row_stride = rows > 1 ? weight.stride(0) : in_features;
-  return args;
+  return operands_of(op, x, weight, epilogue);
 }
 
 inline void add_bias(const char* op, SkinnyLinearArgs& args, const std::optional<Tensor>& bias,

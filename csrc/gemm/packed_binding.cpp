@@ -73,19 +73,7 @@ Layer describe_packed(const char* op, const Tensor& x, const PackedWeight& packe
   if (num_tokens > most) {
     fail(op, "x ", shape_of(x), " has ", num_tokens, " rows, expected ", most, " or fewer");
   }
-  SkinnyLinearArgs args = {};
-  args.epilogue = epilogue;
-  if (args.gated() && rows % 2 != 0) {
-    fail(op, "weight has shape ", shape_of(weight), ", expected an even number of rows: gate, up");
-  }
-  args.x = x.data_ptr();
-  args.weight = weight.data_ptr();
-  args.element = Element::kBFloat16;
-  args.num_tokens = static_cast<int>(num_tokens);
-  args.out_features = static_cast<int>(args.gated() ? rows / 2 : rows);
-  args.in_features = static_cast<int>(in_features);
-  args.x_row_stride = num_tokens > 1 ? x.stride(0) : in_features;
-  args.weight_row_stride = rows > 1 ? weight.stride(0) : in_features / 2;
+  SkinnyLinearArgs args = operands_of(op, x, weight, epilogue);
   args.group.scale = scale.data_ptr();
   args.group.count = static_cast<int>(groups);
   args.group.log2_columns = groups == 1 ? 31 : std::countr_zero(static_cast<uint64_t>(columns));
