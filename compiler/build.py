@@ -5,7 +5,6 @@ It is imported only when something must be compiled: it brings Dynamo, sympy and
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -31,6 +30,7 @@ from ..passes import (
     run_passes,
 )
 from .artifacts.key import Wanted
+from .build_kernels import as_json, kernel_files
 from .capture.dispatch import trace_by_dispatch
 from .capture.source import Source
 from .capture.trace import Traced, TraceError, check_sizes, trace
@@ -49,7 +49,7 @@ from .lowering.tune_experts import ExpertMeasure, tune_for
 from .lowering.tune_library import algorithms_of, tune_weights, weights_of
 from .probes import check_probes
 from .record import Record
-from .run.load import KERNELS, PLAN, TABLE, kernel_file, kernels_json, piece_file
+from .run.load import PLAN, TABLE, piece_file
 from .run.plan import Plan
 from .timer import Timer
 
@@ -226,10 +226,8 @@ def build(
         if device == "cuda":
             variants = program_variants(traced)
             variants |= outside_variants(source.outside, config, device=device, sm=sm)
-        ops.KERNELS.precompile(variants, sm, on_done=timer.count("kernel", len(variants)))
-        held = ops.KERNELS.binaries()
-        binaries = {variant: held[variant] for variant in sorted(variants, key=lambda v: v.name)}
-    files = {PLAN: _json(plan.to_json())}
+        files = kernel_files(variants, sm, timer)
+    files[PLAN] = as_json(plan.to_json())
     if measures:
         left = max(config.tune_seconds - timer.seconds.get("tune experts", 0.0), 0.0)
         with timer.phase("tune"):
@@ -243,8 +241,6 @@ def build(
         files[piece_file(name)] = piece.source.encode()
         folder = piece_file(name).rpartition("/")[0]
         files |= {f"{folder}/{kernel}": content for kernel, content in piece.files.items()}
-    files |= {kernel_file(variant): binary.cubin for variant, binary in binaries.items()}
-    files[KERNELS] = _json(kernels_json(binaries))
     record.write(files, wanted.label)
     report = {
         "graph": lowered.graph,
@@ -254,7 +250,7 @@ def build(
         "outside": outside_ops(source),
         "pieces": {name: piece.emitter for name, piece in code.items()},
         "steps": len(plan.steps),
-        "kernels": len(binaries),
+        "kernels": len(variants),
         "tuned_us": lowered.tuned_us,
         "tuned": tuned.to_json(),
         "tuned_experts": tuned_experts.to_json(),
@@ -276,7 +272,3 @@ def _check_direct(pieces: Iterable[Subgraph], sm: int) -> None:
                 f"a piece of this model needs Inductor ({choice.reason}), which needs the sm_{sm} "
                 "that is compiled for; compile there, or use -O2 with all its passes and kernels"
             )
-
-
-def _json(data: Any) -> bytes:
-    return (json.dumps(data, indent=1, sort_keys=True) + "\n").encode()

@@ -1,21 +1,24 @@
-"""``compile()`` returns the program of a key: loaded from a store, or built and published there."""
+"""``compile()`` returns the program of a key: loaded from a store, or built and published there.
+
+``compile_kernels()`` does so with kernels that no program holds.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeVar
 
 from .. import ops
 from ..config import CompileConfig
 from .artifacts.artifact import Artifact, Refusal, printable
 from .artifacts.key import Wanted
 from .artifacts.store import Store
-from .capture.source import Source
+from .capture.source import OutsideCalls, Source
 from .lowering.check_kernels import called, check_used
 from .record import Record
-from .run.load import load
+from .run.load import load, load_kernels
 from .run.plan import Plan
 from .run.program import Program
 from .timer import Timer
@@ -45,6 +48,22 @@ class Compiled:
         return self.artifact.manifest.report if self.artifact else {}
 
 
+@dataclass
+class CompiledKernels:
+    """Kernels that are in ``ops.KERNELS`` now, and how they were made."""
+
+    artifact: Artifact
+    built: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+_L = TypeVar("_L", Compiled, CompiledKernels)
+_Load: TypeAlias = Callable[[Artifact, bool, Timer], _L]
+"""Loads an artifact; takes whether nothing may be compiled."""
+_Made: TypeAlias = tuple[Mapping[str, bytes], dict[str, Any]]
+"""An artifact's files, by name, and its report."""
+
+
 def compile(
     source: Callable[[], Source],
     config: CompileConfig,
@@ -72,47 +91,104 @@ def compile(
             phases.
     """
     timer = Timer(on_phase)
-    compiled = _find(wanted, store, require, timer) if record is None else None
-    if compiled is None:
-        if require:
-            raise store.missing(*wanted.keys)
-        with store.lock(wanted.key, on_wait=lambda: on_phase("another process compiles this")):
-            compiled = _find(wanted, store, require, timer) if record is None else None
-            if compiled is None:
-                compiled = _make(source, config, wanted, store, timer, record or Record())
+
+    def make() -> _Made:
+        return _built(source, config, wanted, timer, record or Record())
+
+    anew = record is not None
+    compiled = _obtained(wanted, store, _load, make, require=require, timer=timer, anew=anew)
     _check_report(compiled.report, config)
     return compiled
 
 
-def _find(wanted: Wanted, store: Store, require: bool, timer: Timer) -> Compiled | None:
-    """The program of the first artifact that can be used.  An artifact that cannot be loaded is
-    refused, as a damaged one is."""
+def compile_kernels(
+    calls: OutsideCalls,
+    config: CompileConfig,
+    wanted: Wanted,
+    store: Store,
+    *,
+    require: bool = False,
+    on_phase: Callable[[str], None] = lambda phase: None,
+) -> CompiledKernels:
+    """Put the Triton kernels of calls beside a program into ``ops.KERNELS``, from an artifact of
+    ``store`` that has nothing else, or built and published there.
+
+    Args:
+        calls: made only by engines with some option, whose programs are those without it.
+        config, wanted, store, require, on_phase: as of ``compile()``.
+
+    Raises:
+        UserError: as of ``compile()``.
+    """
+    timer = Timer(on_phase)
+
+    def make() -> _Made:
+        with timer.phase("import compiler"):
+            from .build_kernels import build_kernels
+        return build_kernels(calls, config, wanted, timer)
+
+    return _obtained(wanted, store, _load_kernels, make, require=require, timer=timer)
+
+
+def _obtained(
+    wanted: Wanted,
+    store: Store,
+    load: _Load[_L],
+    make: Callable[[], _Made],
+    *,
+    require: bool,
+    timer: Timer,
+    anew: bool = False,
+) -> _L:
+    """The loaded artifact of ``wanted``: found, unless it is to be made ``anew``, or made and
+    published."""
+    found = None if anew else _find(wanted, store, load, require, timer)
+    if found is not None:
+        return found
+    if require:
+        raise store.missing(*wanted.keys)
+    with store.lock(wanted.key, on_wait=lambda: timer.say("another process compiles this")):
+        found = None if anew else _find(wanted, store, load, require, timer)
+        if found is None:
+            _say_why(wanted, store)
+            files, report = make()
+            with timer.phase("publish"):
+                artifact = store.publish(wanted.key, files, report, wanted.label)
+            found = load(artifact, False, timer)
+            found.built = True
+    return found
+
+
+def _find(wanted: Wanted, store: Store, load: _Load[_L], require: bool, timer: Timer) -> _L | None:
+    """The first artifact that can be used, loaded.  One that cannot be loaded is refused, as a
+    damaged one is."""
     while True:
         with timer.phase("find artifact"):
             artifact = store.find(*wanted.keys)
         if artifact is None:
             return None
         try:
-            return _load(artifact, require, timer)
+            return load(artifact, require, timer)
         except Refusal as refusal:
             store.refuse(artifact, refusal)
 
 
-def _make(
-    source: Callable[[], Source],
-    config: CompileConfig,
-    wanted: Wanted,
-    store: Store,
-    timer: Timer,
-    record: Record,
-) -> Compiled:
-    """Build the artifact, publish it, and load it as any other."""
+def _say_why(wanted: Wanted, store: Store) -> None:
     if _log.isEnabledFor(logging.INFO):
         why = store.explain_miss(*wanted.keys)
         why = why if len(why) <= _MOST_SAID else f"{why[:_MOST_SAID]}…"
-        _log.info("compiling, since no artifact fits: %s", why)
+        _log.info("compiling %s, since no artifact fits: %s", wanted.label, why)
     for refusal in store.refusals:
         _log.warning("%s: %s; compiling anew", printable(str(refusal.path)), refusal.reason)
+
+
+def _built(
+    source: Callable[[], Source],
+    config: CompileConfig,
+    wanted: Wanted,
+    timer: Timer,
+    record: Record,
+) -> _Made:
     from .emit.cpp_compiler import compiler_files
 
     with compiler_files():
@@ -128,9 +204,7 @@ def _make(
         report |= {"proof": dict(proof)} if proof else {}
         with timer.phase("describe"):
             files |= model.describe()
-    with timer.phase("publish"):
-        artifact = store.publish(wanted.key, files, report, wanted.label)
-    return replace(_load(artifact, False, timer), built=True)
+    return files, report
 
 
 def _load(artifact: Artifact, require: bool, timer: Timer) -> Compiled:
@@ -138,6 +212,12 @@ def _load(artifact: Artifact, require: bool, timer: Timer) -> Compiled:
         ops.KERNELS.sealed = require
         plan, program = load(artifact)
     return Compiled(program, plan, artifact, seconds=timer.seconds)
+
+
+def _load_kernels(artifact: Artifact, require: bool, timer: Timer) -> CompiledKernels:
+    with timer.phase("load"):
+        load_kernels(artifact)
+    return CompiledKernels(artifact, seconds=timer.seconds)
 
 
 def _check_report(report: Mapping[str, Any], config: CompileConfig) -> None:

@@ -14,14 +14,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..compiler.compiled import LOOKUPS, Compiled
+from ..compiler.artifacts.store import Store
+from ..compiler.compiled import LOOKUPS, Compiled, CompiledKernels
 from ..compiler.record import Record
 from ..config import EngineOptions, Hardware, ResolvedConfig, UserError, make_output_folder
 from ..model_executor.captured.described import raw_headers
 from ..model_executor.spec import stage_of
 from .worker.hardware import detect_hardware
 from .worker.progress import show_progress
-from .worker.source import artifact_label, configured_store, find_or_compile, model_source
+from .worker.source import (
+    artifact_label,
+    configured_store,
+    drafts_on_gpu,
+    find_or_compile,
+    find_or_compile_drafts,
+    model_source,
+)
 from .worker.startup import read_model
 from .worker.startup_report import StartupReport
 
@@ -37,7 +45,7 @@ class AotResult:
     """An artifact that is now in a store, and what is left to the first start.  ``dump`` is the
     folder in which each phase left what it made."""
 
-    compiled: Compiled
+    compiled: Compiled | CompiledKernels
     label: str
     startup: StartupReport
     left: tuple[str, ...]
@@ -92,6 +100,7 @@ def aot_compile(
 
     Returns:
         One for each pipeline stage, then one for the model or head that drafts, if there is one.
+        On a GPU the kernels of drafts follow each stage.
 
     Raises:
         UserError: the options compile nothing, or not without the GPU; the artifact cannot be kept.
@@ -124,7 +133,21 @@ def aot_compile(
             left += (f"import of transformers: {why}; compile the folder with its weights",)
         results.append(AotResult(compiled, label, startup, left, folder))
         startup = StartupReport()
+        if drafts_on_gpu(own):
+            results.append(_compile_drafts(spec, own, store, startup))
+            startup = StartupReport()
     return results
+
+
+def _compile_drafts(
+    spec: ModelSpec, config: ResolvedConfig, store: Store, startup: StartupReport
+) -> AotResult:
+    with startup.phase("compile"):
+        require = config.store.require
+        drafts = find_or_compile_drafts(
+            spec, config, store, require=require, on_phase=lambda phase: None
+        )
+    return AotResult(drafts, drafts.artifact.manifest.label, startup, (), None)
 
 
 def _drafter(

@@ -53,8 +53,7 @@ def load(artifact: Artifact) -> tuple[Plan, Program]:
     """
     with _refusing(artifact, PLAN):
         plan = Plan.from_json(parse_json(artifact.read(PLAN)))
-    with _refusing(artifact, KERNELS):
-        kernels = _kernels(artifact, parse_json(artifact.read(KERNELS)))
+    kernels = _kernels(artifact)
     table = measured_table(artifact)
     if any(spec.device == "cuda" for spec in plan.inputs.values()):
         ops.load_cuda_library()
@@ -75,6 +74,16 @@ def load(artifact: Artifact) -> tuple[Plan, Program]:
     if table:
         ops.take_table(table)
     return plan, program
+
+
+def load_kernels(artifact: Artifact) -> None:
+    """Add the Triton kernels of an artifact without a program to ``ops.KERNELS``.
+
+    Raises:
+        Refusal: as of ``load``.
+    """
+    for variant, binary in _kernels(artifact):
+        ops.KERNELS.add(variant, binary)
 
 
 def measured_table(artifact: Artifact) -> DeviceTable | None:
@@ -104,12 +113,14 @@ def _refusing(artifact: Artifact, name: str) -> Iterator[None]:
         raise Refusal(artifact.path / name, reason) from error
 
 
-def _kernels(artifact: Artifact, entries: Any) -> list[tuple[ops.Variant, ops.Binary]]:
-    variants = [ops.Variant.from_json(entry["variant"]) for entry in entries]
-    return [
-        (variant, ops.Binary(**entry["binary"], cubin=artifact.read(kernel_file(variant))))
-        for variant, entry in zip(variants, entries, strict=True)
-    ]
+def _kernels(artifact: Artifact) -> list[tuple[ops.Variant, ops.Binary]]:
+    with _refusing(artifact, KERNELS):
+        entries = parse_json(artifact.read(KERNELS))
+        variants = [ops.Variant.from_json(entry["variant"]) for entry in entries]
+        return [
+            (variant, ops.Binary(**entry["binary"], cubin=artifact.read(kernel_file(variant))))
+            for variant, entry in zip(variants, entries, strict=True)
+        ]
 
 
 def _read_beside(artifact: Artifact, piece: str, name: str) -> bytes:

@@ -22,7 +22,7 @@ from ...compiler.artifacts.key import Key, Wanted
 from ...compiler.artifacts.scratch import scratch_folder
 from ...compiler.artifacts.store import Store, open_store
 from ...compiler.capture.source import Repeat, Source
-from ...compiler.compiled import Compiled, compile
+from ...compiler.compiled import Compiled, CompiledKernels, compile, compile_kernels
 from ...compiler.record import Record
 from ...config import (
     ResolvedConfig,
@@ -34,6 +34,7 @@ from ...model_executor.hf_config import model_folder
 from ...model_executor.loader import fake_model
 from ...model_executor.models.decoder import distinct_layers
 from ...model_executor.spec import ModelSpec
+from .drafts.state import draft_calls
 from .sampling.op_table import outside_calls
 from .step_arguments import (
     KV_CACHE as KV_CACHE,
@@ -139,9 +140,48 @@ def find_or_compile(
         config.hardware.sm,
     )
     require = config.store.require if require is None else require
+    options = config.compile
+    if drafts_on_gpu(config):
+        own = {name for name, _ in draft_calls(1, 1)}
+        named = tuple(name for name in options.named_kernels if name not in own)
+        options = replace(options, named_kernels=named)
     return compile(
-        source, config.compile, wanted, store, require=require, on_phase=on_phase, record=record
+        source, options, wanted, store, require=require, on_phase=on_phase, record=record
     )
+
+
+def drafts_on_gpu(config: ResolvedConfig) -> bool:
+    """Whether an engine runs the kernels of drafts."""
+    asked, hardware = config.scheduler.speculative, config.hardware
+    return asked is not None and config.compile.trace and hardware.device == "cuda"
+
+
+def find_or_compile_drafts(
+    spec: ModelSpec,
+    config: ResolvedConfig,
+    store: Store,
+    *,
+    require: bool,
+    on_phase: Callable[[str], None],
+) -> CompiledKernels:
+    """The kernels of ``DraftState``: an artifact beside that of the model's program, which serves
+    with and without drafts."""
+
+    def own(key: Key) -> Key:
+        return Key({**key.factors, "kernels": "of drafts"})
+
+    def calls(num_tokens: int, num_seqs: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        return draft_calls(num_seqs, len(spec.cache_groups))
+
+    key = artifact_key(spec, config)
+    wanted = Wanted(
+        own(key),
+        [own(each) for each in keys_as_good(key, config)],
+        f"kernels of drafts: {artifact_label(spec, config)}",
+        config.hardware.device,
+        config.hardware.sm,
+    )
+    return compile_kernels(calls, config.compile, wanted, store, require=require, on_phase=on_phase)
 
 
 def artifact_label(spec: ModelSpec, config: ResolvedConfig) -> str:

@@ -41,8 +41,11 @@ from .peers import Alone, Peers
 from .progress import Progress
 from .source import (
     artifact_key,
+    artifact_store,
     configured_store,
+    drafts_on_gpu,
     find_or_compile,
+    find_or_compile_drafts,
     module_arguments,
 )
 from .startup_report import StartupReport
@@ -225,6 +228,8 @@ def compile_model(
         ops.KERNELS.sealed = config.store.require
         assert compiled.artifact is not None
         peers.share(compiled.artifact)
+        if drafts_on_gpu(config):
+            _load_drafts(spec, config, on_phase)
     say_where_csrc_is_missing(config.hardware)
     if peers.rank == 0:
         say_how_to_tune(spec, config)
@@ -234,6 +239,17 @@ def compile_model(
     compiled.program.bind({WEIGHTS + name: tensor for name, tensor in tensors})
     compiled.program.check_bound(WEIGHTS)
     return compiled
+
+
+def _load_drafts(spec: ModelSpec, config: ResolvedConfig, on_phase: Callable[[str], None]) -> None:
+    """Load or compile the kernels of drafts; of several ranks on one host that share a store, one
+    compiles."""
+    require = config.store.require
+    with artifact_store(config.store) as store:
+        drafts = find_or_compile_drafts(spec, config, store, require=require, on_phase=on_phase)
+    if drafts.built:
+        seconds = sum(drafts.seconds.values())
+        _log.info("the kernels of drafts were in no store: compiled in %.1f s", seconds)
 
 
 def block_groups(groups: Sequence[LayerGroup]) -> tuple[CacheGroup, ...]:

@@ -21,6 +21,7 @@ from tests.engine.start_process import environment
 
 pytestmark = pytest.mark.usefixtures("warm")
 Capture = pytest.CaptureFixture[str]
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
 EAGLE3 = {"method": "eagle3", "model": "abacus-eagle3", "num_speculative_tokens": 2}
 
 
@@ -64,7 +65,7 @@ def shell(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
         (["--kernels", "rms_norm=triton"], "error: kernels=rms_norm=triton: not for cpu; use "),
         (
             ["--kernels", "gelu_tanh_mul=native"],
-            "nothing calls gelu_tanh_mul in this model with these passes; its ops: accept_tokens, ",
+            "nothing calls gelu_tanh_mul in this model with these passes; its ops: add_rms_norm, ",
         ),
     ],
     ids=lambda value: value[1] if isinstance(value, list) else "",
@@ -200,6 +201,20 @@ def test_kernels_for_an_absent_gpu_are_compiled(tmp_path: Path) -> None:
     for item in ("CUDA graphs", "cuBLAS", "a real sm_90", torch.__version__):
         assert item in left
     assert "compile with the torch that will serve" in left
+
+    # Drafts need the same program, and an artifact of their own kernels.
+    asked = [*argv, "--no-verify", "--speculative-config", json.dumps(NGRAM)]
+    refused = shell(tmp_path, *asked, "--require-cache")
+    assert refused.returncode == 2 and "in kernels: (none) -> of drafts" in refused.stderr
+    done = shell(tmp_path, *asked)
+    program, drafts = (json.loads(line) for line in done.stdout.splitlines())
+    assert (program["built"], program["key"]) == (False, facts["key"])
+    more = Artifact.open(Path(drafts["path"])).manifest.files
+    own = {
+        name.removeprefix("kernels/").partition("_kernel")[0] for name in more if ".cubin" in name
+    }
+    assert own == {"_accept_tokens", "_place_rows", "_propose_ngrams"} and not own & names
+    assert shell(tmp_path, *asked, "--require-cache").returncode == 0
 
 
 @ABSENT

@@ -14,7 +14,6 @@ from .... import ops
 from ....compiler.lowering.check_kernels import unfit
 from ....config import CompileConfig
 from ....model_executor.spec import ModelSpec
-from ..drafts.state import draft_calls
 from ..step_arguments import schema_of
 
 
@@ -50,8 +49,8 @@ class OpTable:
 def outside_calls(
     spec: ModelSpec, num_tokens: int, num_seqs: int
 ) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Every form of call that a step of these sizes makes outside the compiled program: the op's
-    name, and arguments on the meta device."""
+    """Every form of call that a step of these sizes makes outside the compiled program, but those
+    of drafts: the op's name, and arguments on the meta device."""
 
     def ints(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device="meta")
@@ -67,7 +66,6 @@ def outside_calls(
     fields = (ints(len(step.tokens) - 1, num_tokens), ints(len(step.rows), num_seqs + 1), tables)
     yield "write_inputs", (ints(step.packed_size(num_tokens, num_seqs, 1)), ids, *fields)
     yield "keep_tokens", (ids, ids, ids, ids)
-    yield from draft_calls(num_seqs, len(spec.cache_groups))
     yield "argmax", (logits,)
     for num_logprobs in (0, 1):
         yield "token_logprobs", (logits, ids, num_logprobs)
