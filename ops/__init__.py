@@ -44,6 +44,7 @@ from .sampling.gather_last_token import OP as GATHER_LAST_TOKEN, gather_last_tok
 from .sampling.keep_tokens import OP as KEEP_TOKENS, keep_tokens
 from .sampling.place_rows import OP as PLACE_ROWS, place_rows
 from .sampling.propose_ngrams import OP as PROPOSE_NGRAMS, propose_ngrams
+from .sampling.propose_suffix import OP as PROPOSE_SUFFIX, propose_suffix
 from .sampling.sample import OP as SAMPLE, sample
 from .sampling.token_logprobs import OP as TOKEN_LOGPROBS, token_logprobs
 from .sampling.write_inputs import OP as WRITE_INPUTS, write_inputs
@@ -59,6 +60,7 @@ ALL_OPS: tuple[SemanticOp, ...] = (
     ACCEPT_TOKENS,
     PLACE_ROWS,
     PROPOSE_NGRAMS,
+    PROPOSE_SUFFIX,
     ROTARY_EMBEDDING,
     KV_STORE,
     ROPE_KV_STORE,
@@ -121,6 +123,7 @@ __all__ = [
     "paged_attention",
     "place_rows",
     "propose_ngrams",
+    "propose_suffix",
     "quant_fp8_dynamic",
     "quant_fp8_static",
     "quantize_operand",

@@ -10,7 +10,7 @@ from ..core.launch import Launch, Launches
 from ..core.tiles import cdiv, dense_rows, next_power_of_2
 
 _BLOCK = 256
-_PLACES = 2048
+PLACES = 2048
 """Places of a sequence that a program compares at once."""
 
 
@@ -185,7 +185,7 @@ def propose_ngrams(
             "has_ptr": has_drafts,
             **sizes,
         },
-        constexprs={"MOST": next_power_of_2(MOST_DRAFTS), "BLOCK": _PLACES},
+        constexprs={"MOST": next_power_of_2(MOST_DRAFTS), "BLOCK": PLACES},
         dynamic=tuple(sizes),
         num_warps=8,
     )

@@ -52,6 +52,7 @@ ORACLES: dict[str, Oracle] = {
     "accept_tokens": drafts.accept_tokens,
     "place_rows": drafts.place_rows,
     "propose_ngrams": drafts.propose_ngrams,
+    "propose_suffix": drafts.propose_suffix,
     "write_inputs": tokens.write_inputs,
 }
 

@@ -75,26 +75,59 @@ def place_rows(call: Call) -> Expected:
     return dict(zip(names, (order, ids, positions, lens, mappings), strict=True))
 
 
+def _own_place(known: list[int], shortest: int, longest: int) -> tuple[int, int]:
+    """(tokens that are the same, place) of a sequence's own place; (0, 0) if there is none."""
+    looks: list[tuple[int, int]] = []
+    for at in range(len(known) - 1, shortest - 1, -1):
+        pairs = zip(known[:at][::-1][:longest], known[::-1], strict=False)
+        count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if count >= shortest and len(looks) < MOST_LOOKS:
+            looks.append((count, at))
+    return max(looks, default=(0, 0))
+
+
 def propose_ngrams(call: Call) -> Expected:
     drafts: Array = call["drafts"].copy()
-    shortest, longest = call["shortest"], call["longest"]
     has_drafts: list[int] = []
     for slot, order in zip(call["slots"].tolist(), call["order"].tolist(), strict=True):
         has_drafts.append(0)
         if order != 0:
             continue
         known = call["history"][slot].tolist()[: int(call["lengths"][slot])]
-        looks: list[tuple[int, int]] = []
-        for at in range(len(known) - 1, shortest - 1, -1):
-            pairs = zip(known[:at][::-1][:longest], known[::-1], strict=False)
-            count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-            if count >= shortest and len(looks) < MOST_LOOKS:
-                looks.append((count, at))
+        count, at = _own_place(known, call["shortest"], call["longest"])
         drafts[:, slot] = -1
-        if looks:
-            count, at = max(looks)
+        if count:
             tail = known[at:]
             while len(tail) < len(drafts):
                 tail += tail[: len(drafts) - len(tail)]
             drafts[:, slot], has_drafts[-1] = tail[: len(drafts)], 1
     return {"drafts": drafts, "has_drafts": np.array(has_drafts)}
+
+
+def propose_suffix(call: Call) -> Expected:
+    """From the ring's oldest place to its newest, each output by itself."""
+    own = propose_ngrams(call)
+    drafts, has_drafts = own["drafts"], own["has_drafts"]
+    head = int(call["head"][0])
+    tokens = [*call["ring"][head:].tolist(), *call["ring"][:head].tolist()]
+    owners = [*call["owners"][head:].tolist(), *call["owners"][:head].tolist()]
+    shortest, longest = call["shortest"], call["longest"]
+    for row, (slot, order) in enumerate(
+        zip(call["slots"].tolist(), call["order"].tolist(), strict=True)
+    ):
+        if order != 0:
+            continue
+        known = call["history"][slot].tolist()[: int(call["lengths"][slot])]
+        best = _own_place(known, shortest, longest)[0], -1
+        for at in range(1, len(tokens)):
+            if tokens[at] < 0 or owners[at] != call["salts"][slot]:
+                continue
+            pairs = zip(tokens[:at][::-1][:longest], known[::-1], strict=False)
+            count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            if count >= shortest and count >= best[0] + (best[1] < 0):
+                best = count, at
+        if best[1] >= 0:
+            rest = [*takewhile(lambda token: token >= 0, tokens[best[1] :])][: len(drafts)]
+            drafts[:, slot], has_drafts[row] = -1, 1
+            drafts[: len(rest), slot] = rest
+    return {"found": np.zeros_like(call["found"]), "drafts": drafts, "has_drafts": has_drafts}

@@ -45,18 +45,27 @@ def propose_ngrams(
         slot = int(slots[row])
         length = min(int(lengths[slot]), history.shape[1])
         known = history[slot, :length]
-        at = torch.arange(shortest, max(length, shortest), device=history.device)
-        alike, count = torch.ones_like(at, dtype=torch.bool), torch.zeros_like(at)
-        for back in range(1, longest + 1):
-            alike = alike & (at >= back) & (known[(at - back).clamp(min=0)] == known[-back:][:1])
-            count += alike
-        latest = (count >= shortest).nonzero().flatten()[-MOST_LOOKS:]
+        count, first = own_place(known, shortest, longest)
         drafts[:, slot] = -1
-        if latest.numel():
-            key = count[latest] * (length + 1) + at[latest]
-            first = int(at[latest[key.argmax()]])
+        if count:
             behind = torch.arange(most, device=history.device) % (length - first)
             drafts[:, slot], has_drafts[row] = known[first + behind], 1
+
+
+def own_place(known: Tensor, shortest: int, longest: int) -> tuple[int, int]:
+    """(how many tokens are the same, the position behind them) of the place of the last tokens of
+    ``known`` [length] that is taken; (0, 0) if there is none."""
+    length = known.shape[0]
+    at = torch.arange(shortest, max(length, shortest), device=known.device)
+    alike, count = torch.ones_like(at, dtype=torch.bool), torch.zeros_like(at)
+    for back in range(1, longest + 1):
+        alike = alike & (at >= back) & (known[(at - back).clamp(min=0)] == known[-back:][:1])
+        count += alike
+    latest = (count >= shortest).nonzero().flatten()[-MOST_LOOKS:]
+    if not latest.numel():
+        return 0, 0
+    best = latest[(count[latest] * (length + 1) + at[latest]).argmax()]
+    return int(count[best]), int(at[best])
 
 
 @drawn

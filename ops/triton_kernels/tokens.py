@@ -166,39 +166,47 @@ def _place_rows_kernel(
 
 
 @triton.jit
+def own_place(known_ptr, length, shortest, longest, BLOCK: tl.constexpr):
+    """The earlier place of a sequence's last tokens, and above 32 bits the number of tokens that
+    are the same there; 0 if there is none.  It goes from the end to the beginning, BLOCK places at
+    once, until it has seen enough of them or a place that no other can exceed.  A place is the
+    position behind it."""
+    newest, looks = length - 1, 0
+    best = tl.full((), 0, tl.int64)
+    while (newest >= shortest) & (looks < _MOST_LOOKS) & ((best >> 32) < longest):
+        at = newest - tl.arange(0, BLOCK)
+        alike = at >= shortest
+        count = tl.zeros((BLOCK,), tl.int32)
+        for back in range(1, longest + 1):
+            alike &= at >= back
+            token = tl.load(known_ptr + at - back, mask=alike, other=-1)
+            end = tl.load(known_ptr + length - back, mask=back <= length, other=-2)
+            alike &= token == end
+            count += alike.to(tl.int32)
+        hit = (count >= shortest).to(tl.int32)
+        in_turn = looks + tl.cumsum(hit, 0)
+        is_seen = (hit > 0) & (in_turn <= _MOST_LOOKS)
+        key = (count.to(tl.int64) << 32) | at.to(tl.int64)
+        best = tl.maximum(best, tl.max(tl.where(is_seen, key, 0), 0))
+        looks += tl.sum(hit, 0)
+        newest -= BLOCK
+    return best
+
+
+@triton.jit
 def _propose_ngrams_kernel(
     history_ptr, lengths_ptr, slots_ptr, order_ptr, drafts_ptr, has_ptr, width, history_stride,
     drafts_stride, shortest, longest, most, MOST: tl.constexpr, BLOCK: tl.constexpr,
     PROGRAMMATIC: tl.constexpr
 ):  # fmt: skip
-    """A program a row.  It goes from the end of a sequence to its beginning, BLOCK places at once,
-    until it has seen enough of them or a place that no other can exceed.  A place is the position
-    behind it."""
+    """A program a row."""
     wait_for_previous(PROGRAMMATIC)
     row = tl.program_id(0)
     if tl.load(order_ptr + row) == 0:
         slot = tl.load(slots_ptr + row)
         length = tl.minimum(tl.load(lengths_ptr + slot), width)
         known_ptr = history_ptr + slot.to(tl.int64) * history_stride
-        newest, looks = length - 1, 0
-        best = tl.full((), 0, tl.int64)  # the tokens that are the same, and the place
-        while (newest >= shortest) & (looks < _MOST_LOOKS) & ((best >> 32) < longest):
-            at = newest - tl.arange(0, BLOCK)
-            alike = at >= shortest
-            count = tl.zeros((BLOCK,), tl.int32)
-            for back in range(1, longest + 1):
-                alike &= at >= back
-                token = tl.load(known_ptr + at - back, mask=alike, other=-1)
-                end = tl.load(known_ptr + length - back, mask=back <= length, other=-2)
-                alike &= token == end
-                count += alike.to(tl.int32)
-            hit = (count >= shortest).to(tl.int32)
-            in_turn = looks + tl.cumsum(hit, 0)
-            is_seen = (hit > 0) & (in_turn <= _MOST_LOOKS)
-            key = (count.to(tl.int64) << 32) | at.to(tl.int64)
-            best = tl.maximum(best, tl.max(tl.where(is_seen, key, 0), 0))
-            looks += tl.sum(hit, 0)
-            newest -= BLOCK
+        best = own_place(known_ptr, length, shortest, longest, BLOCK)
         first = (best & 0xFFFFFFFF).to(tl.int32)
         number = tl.arange(0, MOST)
         behind = first + number % tl.maximum(length - first, 1)

@@ -118,7 +118,7 @@ def calls(op: str, m: Model, tokens: int, seqs: int) -> Iterator[tuple[Any, ...]
             yield packed, slots, *(empty(*shape, dtype=torch.int32) for shape in fields)
     elif op == "keep_tokens":
         yield slots, per_seq, per_seq, per_seq
-    elif op in ("accept_tokens", "place_rows", "propose_ngrams"):
+    elif op in ("accept_tokens", "place_rows", "propose_ngrams", "propose_suffix"):
         yield from (args for name, args in draft_calls(seqs, 1) if name == op)
     elif op == "argmax":
         yield (logits,)

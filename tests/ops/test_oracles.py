@@ -282,6 +282,15 @@ MISTAKES: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
         ("longest", lambda longest: max(1, longest // 2)),
         ("history", lambda history: history.flip(1)),
     ],
+    "propose_suffix": [
+        ("lengths", lambda lengths: lengths - 1),
+        ("shortest", lambda shortest: shortest + 1),
+        ("longest", lambda longest: max(1, longest // 2)),
+        ("ring", lambda ring: ring.flip(0)),
+        ("salts", lambda salts: salts + 1),
+        ("owners", lambda owners: owners + 1),
+        ("head", lambda head: head // 2),
+    ],
     "write_inputs": [("last_tokens", off_by_one), ("packed", off_by_one)],
     **{
         f"{add}layer_norm": [("x", lambda x: x.abs()), ("weight", percent), ("bias", torch.neg)]

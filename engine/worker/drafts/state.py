@@ -125,3 +125,6 @@ def draft_calls(num_seqs: int, num_groups: int) -> Iterator[tuple[str, tuple[Any
     tables, mappings = ints(num_seqs, num_groups, 1), ints(num_groups, num_seqs)
     yield "place_rows", (ids, drafts, ids, tables, 16, *[ids] * 4, mappings)
     yield "propose_ngrams", (known, ids, ids, ids, 1, 1, drafts, ids)
+    salts = torch.empty(num_seqs, dtype=torch.int64, device="meta")
+    ring = (ids, salts, ints(1), salts, salts)
+    yield "propose_suffix", (known, ids, ids, ids, 1, 1, *ring, drafts, ids)
