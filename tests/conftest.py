@@ -6,7 +6,6 @@ import atexit
 import gc
 import logging
 import os
-import random
 import secrets
 import shutil
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.draws import left_out
 from tests.interpreter import interpret_faster
 from tests.line_counter import LineCounter
 from tests.warm import real_starts, warm_starts
@@ -122,22 +122,6 @@ def pytest_configure_node(node: Any) -> None:
 def pytest_report_header(config: pytest.Config) -> str:
     where = "cuda" if torch.cuda.is_available() else "cpu (Triton interpreted)"
     return f"fusewright: device {where}, --fw-seed={config.option.fw_seed}"
-
-
-def left_out(items: list[pytest.Item], seed: int) -> set[pytest.Item]:
-    """What a run of all tests leaves out: tests marked ``thorough``, and of each test that is
-    marked ``product`` the cases that the seed does not draw: three quarters, of ``product(6)`` five
-    sixths."""
-    found = {item for item in items if item.get_closest_marker("thorough")}
-    products: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("product"):
-            products.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for cases in products.values():
-        (one_of,) = cases[0].get_closest_marker("product").args or (4,)  # type: ignore[union-attr]
-        cases.sort(key=lambda item: random.Random(f"{seed} {item.nodeid}").random())
-        found.update(cases[-(-len(cases) // one_of) :])
-    return found
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

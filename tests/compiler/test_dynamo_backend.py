@@ -85,6 +85,7 @@ def test_a_plain_decoder_is_fused(gemma: bool, dtype: torch.dtype, dynamic: bool
     assert sum(only_report().library_calls.values()) == (1 if gemma else 2)
 
 
+@pytest.mark.product(2, of="what Inductor compiles of the rest")
 def test_inductor_compiles_the_rest() -> None:
     norm = Norm(64, gemma=True).bfloat16()
     run = compiled(norm)

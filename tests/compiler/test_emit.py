@@ -126,6 +126,7 @@ def small_piece(function: Any, *shapes: tuple[int, ...]) -> Subgraph:
     return Subgraph(module, tuple(inputs), (result,))
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize(
     ("function", "shapes", "emitter"),
     [

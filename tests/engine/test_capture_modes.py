@@ -35,6 +35,7 @@ def answers(llm: LLM) -> list[str]:
     return [output.outputs[0].text for output in outputs]
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize(
     ("mode", "decode", "mixed"),
     [

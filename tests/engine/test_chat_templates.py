@@ -170,6 +170,7 @@ def test_a_template_renders_as_transformers_renders_it(name: str) -> None:
     assert num_refused < 0.9 * len(SHAPES) * len(VARIABLES)
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("text", ["The sum is", " The sum is ", "x\n"], ids=repr)
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.jinja")))
 def test_a_last_message_is_continued_as_in_transformers(name: str, text: str) -> None:

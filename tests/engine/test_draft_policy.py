@@ -82,6 +82,7 @@ CHANGES: dict[str, Callable[[int], float]] = {
 }
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize(("shape", "change"), list(product(COSTS, CHANGES)))
 def test_it_follows_an_acceptance_that_changes(shape: str, change: str) -> None:
     run(COSTS[shape], 4, CHANGES[change])

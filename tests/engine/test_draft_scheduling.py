@@ -69,6 +69,7 @@ def test_every_request_gets_its_solo_answer(fw_cases: int) -> None:
     plays()
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize(("async_scheduling", "on_device"), [(False, 0), (True, 0), (True, 1)])
 def test_hundreds_of_steps_under_constant_preemption(

@@ -24,6 +24,7 @@ def run(llm: LLM, *params: SamplingParams) -> list[Any]:
     return [o.outputs[0] for o in llm.generate(prompts, list(params), use_tqdm=False)]
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
     "grammar, more, text",

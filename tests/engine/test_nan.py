@@ -167,6 +167,7 @@ def test_a_nan_weight_is_an_error_of_every_request(
     assert answers(llm, ["37+58="], PARAMS["greedy"]) == ["95"], "something NaN is found again"
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("kind", PARAMS)
 def test_nan_from_a_position_on_is_an_error_of_those_who_get_there(llm: LLM, kind: str) -> None:
     """The prompts have 9 tokens, 7 and 5."""

@@ -41,6 +41,7 @@ def recorded(options: EngineOptions) -> LLM:
     return LLM.from_engine(Engine(options, Hardware("cpu", "recorded", graphs="recording")))
 
 
+@pytest.mark.product(2, of="ranks that compile")
 @pytest.mark.slow
 def test_two_stages_of_two_ranks_give_the_tokens_and_logits_of_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -183,10 +183,10 @@ def logits_of(reference: Any) -> Callable[..., Tensor]:
     return logits
 
 
-@pytest.fixture(scope="module", params=WAYS)
-def llm(request: pytest.FixtureRequest, folder: Path, fw_seed: int, fw_cases: int) -> Iterator[LLM]:
-    """Each way compiles the model with every second seed, and with ``--fw-cases 2``."""
-    is_compiled = fw_cases > 1 or ([*WAYS].index(request.param) + fw_seed) % 2 == 0
+@pytest.fixture
+def llm(way: str, folder: Path, fw_seed: int, fw_cases: int) -> Iterator[LLM]:
+    """The model is compiled with every second seed, and with ``--fw-cases 2``."""
+    is_compiled = fw_cases > 1 or fw_seed % 2 == 0
     with LLM(
         str(folder),
         dtype="float32",
@@ -196,12 +196,14 @@ def llm(request: pytest.FixtureRequest, folder: Path, fw_seed: int, fw_cases: in
         max_num_seqs=32,
         max_num_batched_tokens=64,
         kv_cache_memory_bytes=2**27,
-        **WAYS[request.param],
+        **WAYS[way],
     ) as made:
         yield made
 
 
-def test_greedy_tokens_in_five_languages_are_those_of_transformers(
+@pytest.mark.product(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_it_says_what_transformers_says(
     llm: LLM,
     reference: Any,
     logits_of: Callable[..., Tensor],
@@ -209,16 +211,30 @@ def test_greedy_tokens_in_five_languages_are_those_of_transformers(
     fw_seed: int,
     fw_cases: int,
 ) -> None:
-    """Prompts at once: in chunks, in changing batches, some prefilled while others decode.  A run
-    draws four of each language; ``--fw-cases 2`` has all fifty.
+    """Greedy tokens in five languages, and the perplexity of a text.  A run draws one way to build
+    the model, which is most of the time."""
+    prompts = drawn(fw_seed, 4 if fw_cases == 1 else 10)
+    check_greedy_tokens(llm, prompts, reference, logits_of, folder)
+    check_perplexity(llm, logits_of)
+
+
+def drawn(seed: int, count: int) -> list[str]:
+    """As many prompts of each language."""
+    rng = random.Random(seed)
+    prompts = [prompt for each in PROMPTS.values() for prompt in rng.sample(each, count)]
+    assert len({*prompts}) == 5 * count
+    return prompts
+
+
+def check_greedy_tokens(
+    llm: LLM, prompts: list[str], reference: Any, logits_of: Callable[..., Tensor], folder: Path
+) -> None:
+    """Prompts at once: in chunks, in changing batches, some prefilled while others decode.
 
     A token is that of ``generate`` if it has the greatest logit behind the tokens before it, so one
     forward of ``transformers`` over prompts and outputs checks them all.
     """
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    count, rng = (4 if fw_cases == 1 else 10), random.Random(fw_seed)
-    prompts = [prompt for each in PROMPTS.values() for prompt in rng.sample(each, count)]
-    assert len({*prompts}) == 5 * count
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     for first in range(0, len(outputs), 10):
@@ -233,9 +249,7 @@ def test_greedy_tokens_in_five_languages_are_those_of_transformers(
             assert ended or len(tokens) == MAX_TOKENS, output.prompt
 
 
-def test_perplexity_of_a_text_is_that_of_transformers(
-    llm: LLM, logits_of: Callable[..., Tensor]
-) -> None:
+def check_perplexity(llm: LLM, logits_of: Callable[..., Tensor]) -> None:
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     (output,) = llm.generate([TEXT], params, use_tqdm=False)
     ids = torch.tensor(output.prompt_token_ids)

@@ -88,6 +88,7 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("name", MORE)
 def test_a_budget_holds_whatever_else_is_asked(llm: LLM, name: str) -> None:
     more = {"max_tokens": 10, "ignore_eos": True, **MORE[name]}

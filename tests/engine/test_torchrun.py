@@ -38,12 +38,14 @@ def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.product(2, of="torchrun")
 def test_the_command_line_runs_under_torchrun() -> None:
     """What rank 0 says is said once."""
     done = launch("-m", "fusewright.serve.cli", *RUN.split(), "-p", "37+58=")
     assert (done.returncode, done.stdout) == (0, "95\n"), done.stderr
 
 
+@pytest.mark.product(2, of="torchrun")
 def test_the_end_of_a_rank_is_the_end_of_all(tmp_path: Path) -> None:
     """Rank 0 says why before torchrun ends it for the end of another."""
     script = tmp_path / "script.py"

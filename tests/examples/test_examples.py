@@ -34,6 +34,7 @@ def test_examples_are_short(name: str) -> None:
     assert len((EXAMPLES / name).read_text().splitlines()) < 60
 
 
+@pytest.mark.product(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROMISED)
 def test_example(name: str, tmp_path: Path) -> None:

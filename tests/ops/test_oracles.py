@@ -77,6 +77,7 @@ def change_last(tensor: Tensor) -> None:
         last += 1 if tensor.dtype != torch.int8 else torch.where(last < 100, 4, -4)
 
 
+@pytest.mark.product(2)
 @EVERY
 def test_a_change_of_any_one_result_is_caught(op: SemanticOp) -> None:
     names = [argument.name for argument in op.overload()._schema.arguments]
@@ -317,6 +318,7 @@ MISTAKES: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
 }
 
 
+@pytest.mark.product(2)
 @EVERY
 def test_a_mistake_in_a_reference_is_caught(op: SemanticOp) -> None:
     for name, change in MISTAKES[op.name]:
@@ -339,6 +341,7 @@ def run_abacus(program: str, *flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(run, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.product(2, of="what --verify refuses")
 @pytest.mark.usefixtures("warm")
 def test_verify_refuses_a_rotary_embedding_of_the_wrong_sign() -> None:
     """Without --verify the model calls it, answers wrong and nothing else can know."""

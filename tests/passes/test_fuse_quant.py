@@ -98,6 +98,7 @@ def bits(t: Tensor) -> Tensor:
     return t.contiguous().view(torch.uint8)
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("quantize", KINDS)
 @pytest.mark.parametrize(
     ("model", "rule", "op", "width"),
