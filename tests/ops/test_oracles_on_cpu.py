@@ -56,7 +56,6 @@ def test_attention_without_its_causal_mask_is_caught(monkeypatch: pytest.MonkeyP
         check_reference(BY_NAME["paged_attention"], torch.float32, 3)
 
 
-@pytest.mark.product(2, of="what --verify refuses")
 @pytest.mark.usefixtures("warm")
 def test_verify_refuses_attention_without_a_causal_mask() -> None:
     refused = run_abacus(UNMASKED, "--verify")
