@@ -14,7 +14,9 @@ from typing import Any
 from .errors import UserError
 
 _log = logging.getLogger(__name__)
-METHODS = ("ngram", "draft_model", "eagle3", "mtp")
+METHODS = ("ngram", "suffix", "draft_model", "eagle3", "mtp")
+LOOKUP_METHODS = ("ngram", "suffix")
+"""Methods that look for drafts in tokens, and load no model."""
 HEAD_METHODS = ("eagle3", "mtp")
 """Methods whose drafter reads hidden states of the model."""
 MOST_DRAFTS = 64
@@ -24,6 +26,9 @@ MOST_LOOKS = 16
 _MOST_LOOKUP = 64
 _LOOKUP = 5
 """Tokens of an n-gram if neither bound is given, as in vLLM."""
+_SUFFIX = {"num_speculative_tokens": 8, "prompt_lookup_min": 3, "prompt_lookup_max": 24}
+"""What ``suffix`` has where nothing is given; the last as in vLLM."""
+_MOST_CACHED = 1 << 24
 _NEEDS_MODEL = {
     "draft_model": "the folder or ORG/NAME of a draft model",
     "eagle3": "the folder or ORG/NAME of an EAGLE-3 head",
@@ -38,8 +43,9 @@ class SpeculativeConfig:
     Attributes:
         method: the drafter.
         num_speculative_tokens: most drafts of a request in a step.
-        prompt_lookup_max, prompt_lookup_min: ``ngram`` looks for the longest run of so many last
-            tokens that the sequence has had before.
+        prompt_lookup_max, prompt_lookup_min: ``ngram`` and ``suffix`` look for the longest run of
+            so many last tokens that the sequence has had before.
+        suffix_cached_tokens: tokens of earlier outputs, the newest, in which ``suffix`` looks too.
         model: folder or name of the draft model or head.
         max_model_len: longest sequence that is drafted for; None: the model's.
         quantization: of the draft model's weights, as of ``EngineOptions``.
@@ -52,6 +58,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int
     prompt_lookup_max: int = _LOOKUP
     prompt_lookup_min: int = _LOOKUP
+    suffix_cached_tokens: int = 1 << 18
     model: str | None = None
     max_model_len: int | None = None
     quantization: str | None = None
@@ -64,11 +71,18 @@ _RANGES = {
     "num_speculative_tokens": MOST_DRAFTS,
     "prompt_lookup_max": _MOST_LOOKUP,
     "prompt_lookup_min": _MOST_LOOKUP,
+    "suffix_decoding_max_tree_depth": _MOST_LOOKUP,
+    "suffix_cached_tokens": _MOST_CACHED,
+    "suffix_decoding_max_cached_requests": 1 << 31,
     "max_model_len": 1 << 31,
 }
+_MAY_BE_0 = ("suffix_cached_tokens", "suffix_decoding_max_cached_requests")
 _OF_METHOD = {
     "prompt_lookup_max": ("ngram",),
-    "prompt_lookup_min": ("ngram",),
+    "prompt_lookup_min": LOOKUP_METHODS,
+    "suffix_cached_tokens": ("suffix",),
+    "suffix_decoding_max_tree_depth": ("suffix",),
+    "suffix_decoding_max_cached_requests": ("suffix",),
     "model": ("draft_model", "eagle3", "mtp"),
     "quantization": ("draft_model",),
     "revision": ("draft_model", "eagle3", "mtp"),
@@ -96,15 +110,17 @@ def read_speculative(text: str | None) -> SpeculativeConfig | None:
         raise UserError(f"speculative_config={text!r}: expected an object, such as {_EXAMPLE}")
     values = _known({name: value for name, value in values.items() if value is not None})
     method = values["method"] = _method(values)
+    if method == "suffix":
+        values.setdefault("num_speculative_tokens", _SUFFIX["num_speculative_tokens"])
     for name in ("acceptance", "synthetic_acceptance_rates"):
         if isinstance(values.get(name), list):
             values.setdefault("num_speculative_tokens", len(values[name]))
     if "num_speculative_tokens" not in values:
         raise _wrong("num_speculative_tokens", None, "how many tokens are drafted, such as 4")
     for name, most in _RANGES.items():
-        value = values.get(name, 1)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            raise _wrong(name, value, f"an integer in [1, {most}]")
+        value, least = values.get(name, 1), int(name not in _MAY_BE_0)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise _wrong(name, value, f"an integer in [{least}, {most}]")
     for name, readers in _OF_METHOD.items():
         if name in values and method not in readers:
             raise UserError(
@@ -188,7 +204,13 @@ def _method(values: dict[str, Any]) -> str:
 
 
 def _read_lookup(values: dict[str, Any]) -> None:
-    """Fill in the bound of the n-grams that is not there."""
+    """Fill in the bound of the n-grams that is not there, and read vLLM's names of ``suffix``."""
+    if values["method"] == "suffix":
+        depth = values.pop("suffix_decoding_max_tree_depth", _SUFFIX["prompt_lookup_max"])
+        values["prompt_lookup_max"] = depth
+        values.setdefault("prompt_lookup_min", min(depth, _SUFFIX["prompt_lookup_min"]))
+        if values.pop("suffix_decoding_max_cached_requests", 1) == 0:
+            values["suffix_cached_tokens"] = 0
     longest = values.get("prompt_lookup_max", values.get("prompt_lookup_min", _LOOKUP))
     shortest = values.get("prompt_lookup_min", longest)
     if shortest > longest:

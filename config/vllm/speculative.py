@@ -6,14 +6,20 @@ from .argument import ignored, refused, same, table
 
 _POLICY = "how many tokens are drafted is chosen each step from measured times and acceptance"
 _OWN = "outputs are what the model samples without drafts; leave it out"
-_SUFFIX = "there is no suffix tree; method='ngram' looks in the sequence itself"
+_SUFFIX = "a step's rows are scheduled before the device looks for drafts"
 _METHOD = "it belongs to a method that is not there; leave it out"
 
 SPECULATIVE = table(
-    same("method", "ngram, draft_model, eagle3, mtp"),
+    same("method", "ngram, suffix, draft_model, eagle3, mtp"),
     same("model", "folder or ORG/NAME of a draft model of the same vocabulary, or of a head"),
     same("num_speculative_tokens", "the most; a step may have fewer, or none"),
     same("prompt_lookup_max prompt_lookup_min"),
+    same("suffix_decoding_max_tree_depth", "the most last tokens that are compared"),
+    same(
+        "suffix_decoding_max_cached_requests",
+        "0 looks in the sequence alone; how much is kept says suffix_cached_tokens",
+    ),
+    ignored(_SUFFIX, "suffix_decoding_max_spec_factor suffix_decoding_min_token_prob"),
     same("max_model_len", "longer sequences go on without drafts"),
     same("quantization", "of the draft model, as the engine's"),
     same("revision", "of a draft model or a head on the Hub"),
@@ -45,11 +51,6 @@ SPECULATIVE = table(
     refused("the engine makes it itself; leave it out", "draft_model_config"),
     refused("the engine makes it itself; leave it out", "draft_parallel_config"),
     refused(
-        _SUFFIX,
-        "suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests "
-        "suffix_decoding_max_spec_factor suffix_decoding_min_token_prob",
-    ),
-    refused(
         _METHOD,
         "disable_eagle_block_drop index_share_for_mtp_iteration enable_adaptive_verification "
         "dspark_draft_topk",
@@ -62,7 +63,6 @@ _INSTEAD = "; use eagle3, a draft_model, or ngram"
 NO_METHODS = {
     **dict.fromkeys(("eagle", "medusa", "mlp_speculator"), _HEADS + _INSTEAD),
     **dict.fromkeys(("dflash", "dspark", "extract_hidden_states"), _HEADS + _INSTEAD),
-    "suffix": _SUFFIX,
     "ngram_gpu": "n-grams are looked up on the host, beside the step; use ngram",
     "custom_class": "a drafter is a class with the methods of Drafter (docs/scheduling.md#drafts)"
     + _INSTEAD,

@@ -6,8 +6,9 @@ import numpy as np
 from msgspec import Struct
 
 from ...config import NO_SLOT
-from ..messages.step import NO_TARGET, Batch, BlockTableUpdate, Ints, NewSequence
+from ..messages.step import NO_TARGET, Batch, BlockTableUpdate, EndedOutput, Ints, NewSequence
 from .masks import only, permitted
+from .prefix_cache import salt_of
 from .request import Request
 
 NO_DRAFT, ON_DEVICE = -1, -2
@@ -65,13 +66,18 @@ class ScheduledStep(Struct):
 
 
 def make_batch(
-    scheduled: list[ScheduledRequest], vocab_size: int, *, device_drafts: bool = False
+    scheduled: list[ScheduledRequest],
+    vocab_size: int,
+    *,
+    device_drafts: bool = False,
+    ended: list[EndedOutput] | None = None,
 ) -> Batch:
     """The worker's view of a step.  It includes what the worker has not yet been told about the
     requests, such as new blocks, and marks that as told.
 
     Args:
         device_drafts: the device makes drafts, so it is told of a request's tokens.
+        ended: outputs in which it is to look for them.
     """
     rows: list[int] = []
     known_ids: list[int] = []
@@ -141,6 +147,7 @@ def make_batch(
         masks=np.stack(masks) if masks else _NONE,
         banned=np.array(banned, np.int32) if banned else _NO_PAIRS,
         ahead=_ahead(scheduled) if device_drafts else _NONE,
+        ended=ended or [],
     )
 
 
@@ -228,4 +235,5 @@ def _new_sequence(request: Request, device_drafts: bool) -> NewSequence:
         stop_ids=request.stop_ids,
         prompt_token_ids=request.prompt_token_ids if tells else [],
         output_token_ids=list(request.output_token_ids) if tells else [],
+        salt=salt_of(request.cache_salt) if device_drafts else 0,
     )

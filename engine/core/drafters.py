@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...config import UserError
-from ...config.speculative import SpeculativeConfig
+from ...config.speculative import LOOKUP_METHODS, SpeculativeConfig
 from ..messages.draft_run import DraftRun
 from .drafting.model_drafter import ModelDrafter
 from .drafting.policy import DraftPolicy
@@ -20,7 +20,7 @@ from .ngram import NgramDrafter
 def _ngram(config: SpeculativeConfig, model: DraftRun | None) -> Drafter:
     if config.acceptance:
         return AlwaysDrafts()
-    return NgramDrafter(config.prompt_lookup_max, config.prompt_lookup_min)
+    return NgramDrafter(config.prompt_lookup_max, config.prompt_lookup_min, config.method)
 
 
 def _model(config: SpeculativeConfig, model: DraftRun | None) -> Drafter:
@@ -31,12 +31,13 @@ def _model(config: SpeculativeConfig, model: DraftRun | None) -> Drafter:
 
 _DRAFTERS: dict[str, Callable[[SpeculativeConfig, DraftRun | None], Drafter]] = {
     "ngram": _ngram,
+    "suffix": _ngram,
     "draft_model": _model,
     "eagle3": _model,
     "mtp": _model,
 }
 """Method -> its drafter; ``config.speculative.METHODS`` has the same names."""
-_ON_DEVICE = ("ngram",)
+_ON_DEVICE = LOOKUP_METHODS
 """Methods whose drafts the worker makes (``engine/worker/drafts/state.py``)."""
 _FLAT_ROWS = 190
 """Rows up to which a step takes as long as one of one row, until times are measured: on an H200 the
@@ -73,6 +74,7 @@ def make_drafts(
     if config.adaptive:
         costs = StepCosts(knee(_FLAT_ROWS), model.share if model is not None else 0.0)
         policy = DraftPolicy(most, costs)
+    remembers = on_device and config.method == "suffix" and config.suffix_cached_tokens > 0
     return Drafts(
         drafter,
         most,
@@ -80,4 +82,5 @@ def make_drafts(
         vocab_size,
         on_device=on_device and config.method in _ON_DEVICE,
         is_replayed=bool(config.acceptance),
+        remembers=config.prompt_lookup_max if remembers else 0,
     )

@@ -22,10 +22,11 @@ import numpy as np
 
 from ...config.step_fields import NOT_DRAFTED
 from ..messages.draft_stats import DraftStats
-from ..messages.step import StepResult
+from ..messages.step import EndedOutput, StepResult
 from .batch import IN_PLACE, NO_DRAFT, ON_DEVICE, Drafted, ScheduledRequest, ScheduledStep
 from .drafting.seams import Always, Drafter, Policy
 from .kv_blocks import BlockPool
+from .prefix_cache import salt_of
 from .request import Request
 
 _log = logging.getLogger(__name__)
@@ -68,6 +69,8 @@ class Drafts:
         on_device: the worker drafts as the drafter does, for all requests but those whose tokens
             the host must know.
         is_replayed: the worker judges drafts by chance, for measurements.
+        remembers: the worker looks for drafts in outputs of requests that have ended, too, each
+            with so many last tokens of its prompt; 0: it does not.
     """
 
     def __init__(
@@ -79,11 +82,13 @@ class Drafts:
         *,
         on_device: bool = False,
         is_replayed: bool = False,
+        remembers: int = 0,
     ) -> None:
         self._drafter: Drafter | None = drafter
         self.on_device, self._is_replayed = on_device, is_replayed
         self.policy = policy or Always(most)
         self.most, self._vocab_size, self._method = most, vocab_size, drafter.method
+        self._remembers, self._ended = remembers, list[EndedOutput]()
         self._num_in_flight = 0  # steps with drafts of the host
         self._most_now, self._most_of = 0, dict[str, int]()
         self._num_steps = self._num_tokens = 0
@@ -289,8 +294,16 @@ class Drafts:
             most = max(request.num_tokens + request.num_drafts, request.num_computed_tokens)
             pool.shorten(request.blocks, most)
 
+    def take_ended(self) -> list[EndedOutput]:
+        """The outputs that have ended since the last call, for the worker that remembers them."""
+        ended, self._ended = self._ended, []
+        return ended
+
     def forget(self, request: Request) -> None:
         """The request has ended."""
+        if self._remembers and request.output_token_ids:
+            tokens = request.prompt_token_ids[-self._remembers :] + request.output_token_ids
+            self._ended.append(EndedOutput(salt_of(request.cache_salt), tokens))
         if self._drafter is not None:
             try:
                 self._drafter.forget(request)

@@ -66,12 +66,12 @@ class _Index:
 class NgramDrafter:
     """Drafts what followed the longest run of ``shortest`` to ``longest`` last tokens."""
 
-    method, is_quick, stores_drafts = "ngram", True, False
+    is_quick, stores_drafts = True, False
 
-    def __init__(self, longest: int, shortest: int) -> None:
+    def __init__(self, longest: int, shortest: int, method: str = "ngram") -> None:
         if not 1 <= shortest <= longest:
             raise ValueError(f"{shortest=}, {longest=}: expected 1 <= shortest <= longest")
-        self._longest, self._shortest = longest, shortest
+        self._longest, self._shortest, self.method = longest, shortest, method
         self._indices: dict[str, _Index] = {}
 
     def wants(self, request: Request) -> bool:

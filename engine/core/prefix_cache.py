@@ -66,6 +66,11 @@ def extend_keys(
     return keys
 
 
+def salt_of(salt: str | None) -> int:
+    """A number of 63 bits of a request's salt, 0 without one."""
+    return int.from_bytes(_digest(salt.encode())[:8]) >> 1 | 1 if salt else 0
+
+
 def _digest(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=_KEY_BYTES).digest()
 

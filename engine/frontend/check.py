@@ -11,7 +11,7 @@ from functools import partial
 from ...compiler.artifacts.store import artifacts_having
 from ...config import EngineOptions, UserError
 from ...config.check import check_limits, check_options
-from ...config.speculative import read_speculative
+from ...config.speculative import LOOKUP_METHODS, read_speculative
 from ...config.weight_format import full_name
 from ...model_executor.checkpoint import checkpoint_files
 from ...model_executor.hf_config import model_folder, model_limits, read_spec
@@ -68,7 +68,7 @@ def check_drafter(options: EngineOptions, spec: ModelSpec, *, weights: bool) -> 
         UserError: says why.
     """
     asked = read_speculative(options.speculative_config)
-    if asked is None or asked.method == "ngram":
+    if asked is None or asked.method in LOOKUP_METHODS:
         return
     from ...model_executor import draft_checks
 

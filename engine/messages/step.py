@@ -23,6 +23,7 @@ class NewSequence(Struct, frozen=True):
 
     ``arrival`` is its number among all outputs that have come.  ``stop_ids`` are banned before
     ``min_tokens``.  Token ids are there where penalties count them, or drafts are looked for there.
+    ``salt`` is of outputs in which those may be found.
     """
 
     slot: int
@@ -32,6 +33,15 @@ class NewSequence(Struct, frozen=True):
     stop_ids: frozenset[int]
     prompt_token_ids: list[int]
     output_token_ids: list[int]
+    salt: int = 0
+
+
+class EndedOutput(Struct, frozen=True):
+    """The end of a prompt and the output behind it, in which drafts of other requests of the same
+    salt may be found."""
+
+    salt: int
+    token_ids: list[int]
 
 
 class BlockTableUpdate(Struct, frozen=True):
@@ -76,6 +86,7 @@ class Batch(Struct, frozen=True):
         ahead: [num_seqs] of rows whose place and draft the device alone knows, the most positions
             by which they are behind ``starts``, as many as drafts are in flight; -1 in other rows;
             empty if there is no such row.
+        ended: outputs that have ended since the step before, where drafts are looked for in them.
     """
 
     slots: Ints
@@ -92,6 +103,7 @@ class Batch(Struct, frozen=True):
     masks: Ints = _NO_TARGETS
     banned: Ints = _NO_TARGETS
     ahead: Ints = _NO_TARGETS
+    ended: list[EndedOutput] = []
 
     @property
     def num_seqs(self) -> int:

@@ -25,7 +25,7 @@ from torch import Tensor, UntypedStorage
 
 from ...compiler.run.program import Program
 from ...config import EngineOptions, Hardware, ResolvedConfig
-from ...config.speculative import SpeculativeConfig
+from ...config.speculative import LOOKUP_METHODS, SpeculativeConfig
 from ...graph_capture import Dispatcher, Graphs
 from ...model_executor.draft_checks import check_drafter, drafter_reader
 from ...model_executor.kv_cache import kv_cache_bytes_per_block
@@ -124,7 +124,7 @@ def read_draft_model(
         UserError: the folder is bad, or the model cannot draft for one of ``spec``.
     """
     asked = config.scheduler.speculative
-    if asked is None or asked.method == "ngram":
+    if asked is None or asked.method in LOOKUP_METHODS:
         return None
     own, read = draft_options(options, asked, config), drafter_reader(asked.method, spec)
     if asked.method != "draft_model":  # it reads and makes hidden states of the target's dtype

@@ -141,6 +141,7 @@ class ModelRunner:
         logits = self._run_stage(dispatch, batch)
         sampled = Sampled(self.sampler.last_tokens, None)
         if self._ranks is None or self._ranks.rank == 0:
+            self.sampler.remember(batch.ended)
             for sequence in batch.new:  # while the device computes
                 self.sampler.admit(sequence)
             sampled = self.sampler.sample(logits, batch, self._buffers)

@@ -5,7 +5,7 @@ A greedy batch takes one kernel; others are sampled with the parameters of each 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...config import TOKEN_IDS, ResolvedConfig
 from ...graph_capture import HostRing, StepBuffers
-from ..messages.step import Batch, NewSequence
+from ..messages.step import Batch, EndedOutput, NewSequence
 from .drafts.rows import ban, seen_tokens
 from .drafts.state import DraftState
 from .sampling.op_table import OpTable
@@ -183,6 +183,11 @@ class Sampler:
         self._counts[slot].copy_(self._send(counts, torch.int32))
         prompt = self._send(sequence.prompt_token_ids, torch.long)
         self._prompt_mask[slot].zero_().index_fill_(0, prompt, True)
+
+    def remember(self, outputs: Sequence[EndedOutput]) -> None:
+        """Requests have ended; drafts may be found in their ``outputs``."""
+        if self.drafts is not None and self.drafts.ring is not None:
+            self.drafts.ring.remember(outputs, self._send)
 
     def _send(self, values: Any, dtype: torch.dtype | None = None) -> Tensor:
         """Copy a list or an array to the device; nothing waits for the copy."""

@@ -1,4 +1,4 @@
-"""``propose_suffix`` guesses that a sequence goes on as it did before, or as an earlier output did."""
+"""``propose_suffix`` guesses that a sequence goes on as it did, or as an earlier output did."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from .tokens import own_place
 
 @triton.jit
 def _search_ring_kernel(
-    history_ptr, lengths_ptr, slots_ptr, order_ptr, ring_ptr, owners_ptr, head_ptr, salts_ptr,
-    found_ptr, num_seqs, width, history_stride, shortest, longest, capacity, ROWS: tl.constexpr,
+    history_ptr, lengths_ptr, slots_ptr, order_ptr, ring_ptr, head_ptr, found_ptr, owners_ptr,
+    salts_ptr, num_seqs, width, history_stride, shortest, longest, capacity, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr
 ):  # fmt: skip
     """A program has BLOCK places of the ring and ROWS rows.  A place is the position behind it, and
@@ -62,7 +62,7 @@ def _search_ring_kernel(
 @triton.jit
 def _propose_suffix_kernel(
     history_ptr, lengths_ptr, slots_ptr, order_ptr, ring_ptr, head_ptr, found_ptr, drafts_ptr,
-    has_ptr, width, history_stride, drafts_stride, shortest, longest, capacity, most,
+    has_ptr, width, history_stride, shortest, longest, capacity, drafts_stride, most,
     MOST: tl.constexpr, BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr
 ):  # fmt: skip
     """A program a row, which takes the longer one of the sequence's own place and the ring's."""

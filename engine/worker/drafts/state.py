@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from ....config import ResolvedConfig
+from ....config.speculative import LOOKUP_METHODS
 from ....config.step_fields import NO_SAMPLE, ON_DEVICE, ORDER, TOKEN_IDS
 from ....graph_capture import StepBuffers
 from ...messages.step import Batch, Ints, NewSequence
+from .ring import OutputRing
 from .rows import Send, rows_before
 
 _ALIGNED = 32
@@ -32,6 +34,7 @@ class DraftState:
         memory: [2 + most, max_num_seqs and more] int32: the newest tokens, the lengths, the drafts.
             It is what the other ranks need.
         finds: whether drafts are looked for here, and not always there.
+        ring: earlier outputs in which they are looked for, too; None without.
     """
 
     def __init__(self, ops: Any, config: ResolvedConfig, device: torch.device) -> None:
@@ -48,7 +51,11 @@ class DraftState:
         self.drafts = self.memory[2:, :count]
         self._lookup = (asked.prompt_lookup_min, asked.prompt_lookup_max)
         is_whole = config.parallel.pipeline_parallel_size == 1
-        self.finds = asked.method == "ngram" and not asked.acceptance and is_whole
+        self.finds = asked.method in LOOKUP_METHODS and not asked.acceptance and is_whole
+        self.ring: OutputRing | None = None
+        if self.finds and asked.method == "suffix" and asked.suffix_cached_tokens:
+            capacity = max(asked.suffix_cached_tokens, 2)
+            self.ring = OutputRing(ops, capacity, count, device)
         self._history = zeros(count, config.model.max_model_len if self.finds else 0)
         self._chances: Tensor | None = None
         if asked.acceptance:
@@ -60,6 +67,8 @@ class DraftState:
         tokens = [*sequence.prompt_token_ids, *sequence.output_token_ids]
         if self.finds and tokens:
             self._history[sequence.slot, : len(tokens)].copy_(send(tokens, torch.int32))
+        if self.ring is not None:
+            self.ring.admit(sequence.slot, sequence.salt)
         if self._chances is not None:
             is_judged = sequence.sampling_params.grammar is None
             seed = sequence.arrival & 0x7FFFFFFF if is_judged else -1
@@ -106,7 +115,10 @@ class DraftState:
         self._ops("accept_tokens", *state, *rows)
         if self.finds:
             known = (self._history, self.lengths, slots, order, *self._lookup)
-            self._ops("propose_ngrams", *known, self.drafts, has_drafts)
+            if self.ring is not None:
+                self.ring.propose(*known, drafts=self.drafts, has_drafts=has_drafts)
+            else:
+                self._ops("propose_ngrams", *known, self.drafts, has_drafts)
         elif self._chances is not None:
             # A replayed acceptance asks for drafts always, whatever they are.
             self.drafts.copy_(self.last_tokens.expand_as(self.drafts))
