@@ -142,21 +142,21 @@ def _obtained(
 ) -> _L:
     """The loaded artifact of ``wanted``: found, unless it is to be made ``anew``, or made and
     published."""
-    found = None if anew else _find(wanted, store, load, require, timer)
-    if found is not None:
-        return found
+    loaded = None if anew else _find(wanted, store, load, require, timer)
+    if loaded is not None:
+        return loaded
     if require:
         raise store.missing(*wanted.keys)
     with store.lock(wanted.key, on_wait=lambda: timer.say("another process compiles this")):
-        found = None if anew else _find(wanted, store, load, require, timer)
-        if found is None:
+        loaded = None if anew else _find(wanted, store, load, require, timer)
+        if loaded is None:
             _say_why(wanted, store)
             files, report = make()
             with timer.phase("publish"):
                 artifact = store.publish(wanted.key, files, report, wanted.label)
-            found = load(artifact, False, timer)
-            found.built = True
-    return found
+            loaded = load(artifact, False, timer)
+            loaded.built = True
+    return loaded
 
 
 def _find(wanted: Wanted, store: Store, load: _Load[_L], require: bool, timer: Timer) -> _L | None:

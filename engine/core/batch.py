@@ -6,7 +6,7 @@ import numpy as np
 from msgspec import Struct
 
 from ...config import NO_SLOT
-from ..messages.step import NO_TARGET, Batch, BlockTableUpdate, EndedOutput, Ints, NewSequence
+from ..messages.step import NO_TARGET, Batch, BlockTableUpdate, Ints, NewSequence
 from .masks import only, permitted
 from .prefix_cache import salt_of
 from .request import Request
@@ -66,18 +66,13 @@ class ScheduledStep(Struct):
 
 
 def make_batch(
-    scheduled: list[ScheduledRequest],
-    vocab_size: int,
-    *,
-    device_drafts: bool = False,
-    ended: list[EndedOutput] | None = None,
+    scheduled: list[ScheduledRequest], vocab_size: int, *, device_drafts: bool = False
 ) -> Batch:
     """The worker's view of a step.  It includes what the worker has not yet been told about the
     requests, such as new blocks, and marks that as told.
 
     Args:
         device_drafts: the device makes drafts, so it is told of a request's tokens.
-        ended: outputs in which it is to look for them.
     """
     rows: list[int] = []
     known_ids: list[int] = []
@@ -147,7 +142,6 @@ def make_batch(
         masks=np.stack(masks) if masks else _NONE,
         banned=np.array(banned, np.int32) if banned else _NO_PAIRS,
         ahead=_ahead(scheduled) if device_drafts else _NONE,
-        ended=ended or [],
     )
 
 

@@ -19,10 +19,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
+from msgspec import structs
 
 from ...config.step_fields import NOT_DRAFTED
 from ..messages.draft_stats import DraftStats
-from ..messages.step import EndedOutput, StepResult
+from ..messages.step import Batch, EndedOutput, StepResult
 from .batch import IN_PLACE, NO_DRAFT, ON_DEVICE, Drafted, ScheduledRequest, ScheduledStep
 from .drafting.seams import Always, Drafter, Policy
 from .kv_blocks import BlockPool
@@ -294,10 +295,13 @@ class Drafts:
             most = max(request.num_tokens + request.num_drafts, request.num_computed_tokens)
             pool.shorten(request.blocks, most)
 
-    def take_ended(self) -> list[EndedOutput]:
-        """The outputs that have ended since the last call, for the worker that remembers them."""
+    def with_ended(self, batch: Batch) -> Batch:
+        """A step's batch with the outputs that have ended since the last one, if the worker
+        remembers them."""
+        if not self._ended:
+            return batch
         ended, self._ended = self._ended, []
-        return ended
+        return structs.replace(batch, ended=ended)
 
     def forget(self, request: Request) -> None:
         """The request has ended."""

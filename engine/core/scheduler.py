@@ -14,7 +14,7 @@ from msgspec import structs
 from ...config import UserError
 from ...config.step_fields import NOT_DRAFTED, REJECTED
 from ..messages.requests import NewTokens, RequestLimits, StepOutputs
-from ..messages.step import EndedOutput, StepResult
+from ..messages.step import StepResult
 from .batch import IN_PLACE, NO_DRAFT, Drafted, ScheduledRequest, ScheduledStep, make_batch
 from .chunks import StepLimits
 from .drafts import Drafts
@@ -186,14 +186,13 @@ class Scheduler:
         self._set_aside.clear()
         if not decodes and not prefills:
             return None
-        drafted, on_device, ended = list[Drafted](), False, list[EndedOutput]()
+        drafted, on_device = list[Drafted](), False
         if drafts is not None:
             margin, on_device = len(self.running) * len(self.pool.groups), drafts.on_device
             drafted = drafts.add(decodes, min(budget, self._free_rows), self.pool, margin)
-            ended = drafts.take_ended()
         scheduled = decodes + prefills
-        batch = make_batch(scheduled, self.limits.vocab_size, device_drafts=on_device, ended=ended)
-        return ScheduledStep(scheduled, batch, drafted)
+        batch = make_batch(scheduled, self.limits.vocab_size, device_drafts=on_device)
+        return ScheduledStep(scheduled, drafts.with_ended(batch) if drafts else batch, drafted)
 
     def cache_blocks(self) -> None:
         """Let others find the blocks that a scheduled step fills.  Call it behind the launch; where

@@ -10,8 +10,10 @@ from ..core.launch import Launch, Launches
 from ..core.tiles import cdiv, dense_rows, next_power_of_2
 
 _BLOCK = 256
-PLACES = 2048
-"""Places of a sequence that a program compares at once."""
+_PLACES = 2048
+"""Places of a sequence, or of a ring of outputs, that a program compares at once."""
+_ROWS = 8
+"""Rows for which a program searches its part of the ring."""
 
 
 def write_inputs(
@@ -185,11 +187,69 @@ def propose_ngrams(
             "has_ptr": has_drafts,
             **sizes,
         },
-        constexprs={"MOST": next_power_of_2(MOST_DRAFTS), "BLOCK": PLACES},
+        constexprs={"MOST": next_power_of_2(MOST_DRAFTS), "BLOCK": _PLACES},
         dynamic=tuple(sizes),
         num_warps=8,
     )
     return [launch], None
+
+
+def propose_suffix(
+    history: Tensor,
+    lengths: Tensor,
+    slots: Tensor,
+    order: Tensor,
+    shortest: int,
+    longest: int,
+    ring: Tensor,
+    owners: Tensor,
+    head: Tensor,
+    salts: Tensor,
+    found: Tensor,
+    drafts: Tensor,
+    has_drafts: Tensor,
+) -> Launches[None]:
+    num_seqs, capacity = slots.shape[0], ring.shape[0]
+    sizes = {
+        "width": history.shape[1],
+        "history_stride": history.stride(0),
+        "shortest": shortest,
+        "longest": longest,
+        "capacity": capacity,
+    }
+    sequences = {
+        "history_ptr": history,
+        "lengths_ptr": lengths,
+        "slots_ptr": slots,
+        "order_ptr": order,
+        "ring_ptr": ring,
+        "head_ptr": head,
+        "found_ptr": found,
+    }
+    search = Launch(
+        kernel="tokens:_search_ring_kernel",
+        grid=(cdiv(capacity, _PLACES), cdiv(num_seqs, _ROWS)),
+        args={
+            **sequences,
+            "owners_ptr": owners,
+            "salts_ptr": salts,
+            "num_seqs": num_seqs,
+            **sizes,
+        },
+        constexprs={"ROWS": _ROWS, "BLOCK": _PLACES},
+        dynamic=("num_seqs", *sizes),
+        num_warps=8,
+    )
+    more = {"drafts_stride": drafts.stride(0), "most": drafts.shape[0]}
+    choose = Launch(
+        kernel="tokens:_propose_suffix_kernel",
+        grid=(num_seqs,),
+        args={**sequences, "drafts_ptr": drafts, "has_ptr": has_drafts, **sizes, **more},
+        constexprs={"MOST": next_power_of_2(MOST_DRAFTS), "BLOCK": _PLACES},
+        dynamic=(*sizes, *more),
+        num_warps=8,
+    )
+    return [search, choose], None
 
 
 def gather_rows(

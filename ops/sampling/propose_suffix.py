@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..core.desc import Case, Cost, Draw, OpDesc, drawn
 from ..core.op import Implementation, SemanticOp, dispatched, nothing, triton
-from ..launches import suffix
+from ..launches import tokens
 from .propose_ngrams import own_place
 
 
@@ -124,7 +124,7 @@ OP = SemanticOp(
     mutates=("found", "drafts", "has_drafts"),
     dtypes=(torch.int32,),
     implementations=(
-        triton(suffix.propose_suffix),
+        triton(tokens.propose_suffix),
         Implementation("native", propose_suffix),
     ),
 )

@@ -266,6 +266,9 @@ def test_no_drafts_are_reported_without_a_drafter() -> None:
         (NGRAM | {"prompt_lookup_min": 4}, "prompt_lookup_min=4: expected prompt_lookup_max=3"),
         (NGRAM | {"prompt_lookup_max": "2"}, "prompt_lookup_max='2'"),
         (NGRAM | {"tokens": 4}, "tokens=4: expected one of the fields"),
+        (NGRAM | {"suffix_cached_tokens": 4}, "suffix_cached_tokens=4 is of method suffix"),
+        ({"method": "suffix", "suffix_cached_tokens": -1}, r"=-1: expected an integer in \[0, "),
+        ({"method": "suffix", "prompt_lookup_max": 4}, "prompt_lookup_max=4 is of method ngram"),
     ],
 )
 def test_a_bad_config_is_named_before_anything_is_loaded(config: Any, said: str) -> None:
