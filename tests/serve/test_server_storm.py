@@ -238,6 +238,7 @@ class Storm:
 DRAFTS: dict[str, dict[str, Any]] = {
     "none": {},
     "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 3, "suffix_cached_tokens": 4000},
     "model": {"method": "draft_model", "model": "abacus-draft", "num_speculative_tokens": 3},
 }
 
