@@ -64,7 +64,7 @@ def _fill(
                 continue
             linear, rule = quantized.get(id(param)), rules[id(param)]
             shape = list(param.shape)
-            if isinstance(linear, Linear):  # as a matrix, whatever it is stored as
+            if linear is not None:  # as the numbers lie, whatever they are stored as
                 rule, shape = linear.weight_rule, list(linear.shape)
             if linear is None and tp.world == 1 and not param.is_meta:
                 param.normal_(0.0, 0.02, generator=generator)

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
+from ...config.weight_format import StoredFormat
 from ..attention import AttentionInputs
 from ..experts import ExpertLinear
 from ..heads.spec import BEHIND_NORM
 from ..layers import Linear
 from ..models.decoder import keep_hidden
-from ..quant.quantize import dummy_input_scale, quantize_into
+from ..quant.quantize import draw_into, dummy_input_scale, quantize_into
 from ..spec import ModelSpec
 from .facts import CapturedFacts
 from .interfaces import Attend, PagedAttention, Positions, attending, no_cache
@@ -155,7 +156,8 @@ def position_arguments(model: nn.Module, positions: Tensor) -> dict[str, Tensor]
 
 def fill_captured(model: CapturedModel, seed: int) -> None:
     """Random weights, on the parameters' device: the library's own initialization, and for linear
-    layers a normal distribution with standard deviation 0.02, which is quantized where they are."""
+    layers a normal distribution with standard deviation 0.02, which is quantized where they are.
+    Experts in a stored format have random integers."""
     device = next(model.parameters()).device
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.no_grad():
@@ -174,6 +176,10 @@ def fill_captured(model: CapturedModel, seed: int) -> None:
 
 
 def _fill(layer: Linear | ExpertLinear, dtype: torch.dtype) -> None:
+    if isinstance(layer, ExpertLinear) and isinstance(layer.quant, StoredFormat):
+        zero = layer.weight_zero if layer.quant.zero is not None else None
+        draw_into(layer.weight, layer.weight_scale, zero, layer.quant)
+        return
     for share in layer.shares():
         numbers = share.weight
         if share.quant is not None:

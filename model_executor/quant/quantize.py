@@ -15,11 +15,12 @@ from torch import Tensor
 
 from ...config.weight_format import StoredFormat
 from ...ops.core.float8 import E4M3_MAX, to_e4m3
-from ...ops.linear.formats import quantize
+from ...ops.linear.formats import pack, quantize
 from .layer import LayerShare, Quantizable
 from .scheme import BLOCK, QuantFormat
 
-_CHUNK = 1 << 20
+_CHUNKS = {"cpu": 1 << 20, "cuda": 1 << 23}
+"""Numbers that are quantized at a time; a GPU is busy with its launches where they are few."""
 _SMALLEST = 1e-12
 """Taken as the largest value where all are zero, so that no scale is zero."""
 _DUMMY_INPUT = 16.0
@@ -31,6 +32,20 @@ def dummy_input_scale(quant: QuantFormat | StoredFormat) -> float:
     """The static input scale of a layer with random weights."""
     is_int8 = isinstance(quant, StoredFormat) and quant.x_dtype == "int8"
     return _DUMMY_INPUT / (127 if is_int8 else E4M3_MAX)
+
+
+def draw_into(weight: Tensor, scale: Tensor, zero: Tensor | None, form: StoredFormat) -> None:
+    """Fill a weight that is stored in a format with random integers, and its scales with the one
+    that gives its numbers a standard deviation of about 0.02.  That is many times as fast as
+    quantizing random numbers."""
+    weight.view(torch.uint8).random_(0, 256)
+    middle = 0.0 if form.weight.signed else 2.0 ** (form.weight.bits - 1)
+    steps = form.values or [2.0**form.weight.bits * (i / 64 - 0.5) for i in range(64)]
+    size = 0.02 / (sum(step * step for step in steps) / len(steps)) ** 0.5
+    one = pack(form.scale, torch.full((1, 1), size, device=weight.device))
+    scale.view(torch.uint8).view(-1, one.itemsize).copy_(one.view(torch.uint8).flatten())
+    if zero is not None:
+        zero.fill_(middle)
 
 
 def quantize_into(linear: Quantizable, weight: Tensor) -> None:
@@ -109,10 +124,10 @@ class Staging(dict[str, Tensor]):
 
 
 def _chunks(weight: Tensor, unit: int = 1) -> Iterator[slice]:
-    """Rows of about ``_CHUNK`` numbers; whole blocks, and whole units of rows."""
+    """Rows of about as many numbers as ``_CHUNKS`` says; whole blocks, and whole units of rows."""
     num_rows, columns = weight.shape
     block = lcm(BLOCK, unit)
-    step = max(1, _CHUNK // (columns * block)) * block
+    step = max(1, _CHUNKS.get(weight.device.type, 1 << 20) // (columns * block)) * block
     for start in range(0, num_rows, step):
         yield slice(start, min(start + step, num_rows))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,16 @@ from transformers import AutoModelForCausalLM
 from fusewright import LLM, SamplingParams
 from fusewright.config import EngineOptions, Hardware, ModelLimits, UserError
 from fusewright.config.resolve import resolve
+from fusewright.config.weight_format import StoredFormat
 from fusewright.engine.worker.proof import rewritten_program
+from fusewright.model_executor.abacus import BUNDLED
 from fusewright.model_executor.captured.twin import Twin, compare
+from fusewright.model_executor.experts import ExpertLinear
 from fusewright.model_executor.hf_config import read_spec
 from fusewright.model_executor.loader import load_model
 from fusewright.model_executor.parallel import GROUP
 from fusewright.model_executor.spec import quantize_online
+from fusewright.ops.linear.formats import dequantize
 from tests.model_executor.captured.gpt_oss import save_mxfp4, small_model, write_mxfp4
 from tests.ranks import in_ranks, name_world
 
@@ -116,6 +121,24 @@ def test_experts_that_are_quantized_online_answer(quantization: str) -> None:
     params = SamplingParams(max_tokens=6, temperature=0)
     outs = llm.generate([f"{one}+{other}=" for one, other in sums], params)
     assert [int(out.outputs[0].text) for out in outs] == [one + other for one, other in sums]
+
+
+def test_random_weights_of_stored_experts_have_the_size_of_others(tmp_path: Path) -> None:
+    """A captured model's are drawn in their format, an adapter's quantized."""
+    write_mxfp4(small_model(num_hidden_layers=1), {"x": torch.zeros(1)}, tmp_path)
+    models = [(read_spec(tmp_path), tmp_path)]
+    bundled = BUNDLED["abacus-moe"]
+    models.append((quantize_online(read_spec(bundled), "int4_zero_g32"), bundled))
+    for spec, folder in models:
+        model = load_model(spec, folder, "cpu", load_format="dummy")
+        layers = [m for m in model.modules() if isinstance(m, ExpertLinear)]
+        assert layers
+        for layer in layers:
+            assert isinstance(layer.quant, StoredFormat)
+            for one, other in pairwise(layer.shares()):
+                held = (one.weight, one.weight_scale, one.weight_zero)
+                assert 0.015 < dequantize(layer.quant, *held).std() < 0.03
+                assert not torch.equal(one.weight, other.weight)
 
 
 _prepared: list[Any] = []
