@@ -74,7 +74,8 @@ def make_drafts(
     if config.adaptive:
         costs = StepCosts(knee(_FLAT_ROWS), model.share if model is not None else 0.0)
         policy = DraftPolicy(most, costs)
-    remembers = on_device and config.method == "suffix" and config.suffix_cached_tokens > 0
+    is_real = on_device and not config.acceptance
+    remembers = is_real and config.method == "suffix" and config.suffix_cached_tokens > 0
     return Drafts(
         drafter,
         most,

@@ -49,12 +49,13 @@ def propose_suffix(
     """
     most, capacity = drafts.shape[0], ring.shape[0]
     has_drafts.zero_()
+    before = ring.roll(1)
     for row in (order == 0).nonzero().flatten().tolist():
         slot = int(slots[row])
         length = min(int(lengths[slot]), history.shape[1])
         known = history[slot, :length]
         count, first = own_place(known, shortest, longest)
-        at = (ring.roll(1) == known[-1:]).nonzero().flatten()
+        at = (before == known[-1:]).nonzero().flatten()
         at = at[(owners[at] == salts[slot]) & (ring[at] >= 0)]
         same = torch.zeros_like(at)
         alike = torch.ones_like(at, dtype=torch.bool)

@@ -13,6 +13,7 @@ from .test_sampling import chi_square, chi_square_limit
 SEQUENCES, LENGTH, VOCAB, MOST = 8192, 25, 6, 3
 """Each sequence has LENGTH tokens behind its first: how many steps they took changes nothing."""
 
+
 def sequences(table: Tensor, most: int, seed: int, *, trust: bool = False) -> Tensor:
     """[SEQUENCES, 1 + LENGTH] tokens of a model whose logits are a row of ``table`` [VOCAB, VOCAB]
     for each last token; its likeliest tokens are drafted, ``most`` in a step.  With ``trust`` a
