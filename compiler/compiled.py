@@ -56,6 +56,10 @@ class CompiledKernels:
     built: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def report(self) -> Mapping[str, Any]:
+        return self.artifact.manifest.report
+
 
 _L = TypeVar("_L", Compiled, CompiledKernels)
 _Load: TypeAlias = Callable[[Artifact, bool, Timer], _L]
