@@ -3,7 +3,7 @@ in bfloat16 also against cuBLASLt's fastest algorithm, CUTLASS and Inductor.
 
 For weights of few bits the library's way is to write out their numbers, then to multiply: at which
 rows it is faster is where the table should leave the words.  Where csrc reads a format, Triton's
-kernel is timed beside it.
+kernel is timed beside it, and beside integers in groups of 128 CUTLASS's for weights of few bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...ops.launches.quant import GROUP
 from ...ops.linear.formats import dtype_of
 from ...ops.linear.kernels import LOW_BIT, LOW_BIT_ONCE
 from .fusion import InductorFusion
-from .gemm_rivals import RIVALS
+from .gemm_rivals import RIVALS, cutlass_mixed
 from .harness import MODELS, TOKENS, KernelWork, Model, benchmark_of, randn
 
 ROWS = sorted({*TOKENS, 17, 512, 8192})
@@ -90,6 +90,7 @@ def works_of_low_bits() -> Iterator[KernelWork]:
     rivals = {
         form: cublas | {"triton": LOW_BIT.run} if form in OF_CSRC else cublas for form in LOW_BITS
     }
+    rivals["int4_g128"] = rivals["int4_g128"] | {"cutlass": cutlass_mixed}
     for (n, k), name in distinct().items():
         for rows in TOKENS:
             for form in LOW_BITS:

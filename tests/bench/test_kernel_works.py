@@ -150,10 +150,18 @@ def test_a_rival_that_cannot_be_built_says_what_is_missing(monkeypatch: pytest.M
     assert gemm_rivals.why_no_cutlass() == "CUTLASS: no nvcc; install the CUDA toolkit"
 
 
-def test_the_source_of_cutlass_takes_every_macro_of_a_tile() -> None:
-    source = (Path(folder.__file__).parent / "cutlass_linear.cu").read_text()
-    for tile in gemm_rivals.CUTLASS_TILES:
-        command = gemm_rivals.build_command(tile, Path("out.so"))
+@pytest.mark.parametrize(
+    ("name", "tiles"),
+    [
+        ("cutlass_linear.cu", gemm_rivals.CUTLASS_TILES),
+        ("cutlass_mixed.cu", gemm_rivals.MIXED_TILES),
+    ],
+)
+def test_a_source_of_cutlass_takes_every_macro_of_a_tile(name: str, tiles: Any) -> None:
+    source = (Path(folder.__file__).parent / name).read_text()
+    for tile in tiles:
+        command = gemm_rivals.build_command(tile, Path("out.so"), name)
+        assert str(Path(folder.__file__).with_name(name)) in command
         macros = [
             word[2:].partition("=")[0] for word in command if word[:2] == "-D" and "=" in word
         ]
