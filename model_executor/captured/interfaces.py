@@ -259,7 +259,7 @@ def _closure(function: Any) -> dict[str, Any]:
 
 def experts(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """The function of experts: [num_tokens, hidden], [num_tokens, top_k] twice -> as ``x``."""
-    if module.has_post_expert_norm:
+    if getattr(module, "has_post_expert_norm", False):  # which transformers 5.23 does not have
         raise Refused("its experts' results are normed one by one, which is not supported")
     ids = ids.to(torch.int32)
 
