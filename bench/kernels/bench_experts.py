@@ -1,5 +1,5 @@
 """Mixtures of experts, router included, and their layers alone, with balanced and skewed routing,
-and in FP8 with scales of blocks.
+in FP8 with scales of blocks, and with weights of four bits.
 
 The rival of a layer is torch's grouped GEMM over rows that it has to gather first.  Weights of all
 experts are made for a work, so they lie in memory and not in L2.
@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...config.weight_format import STORED_FORMATS
 from ...ops import BY_NAME
 from ...ops.core.float8 import E4M3
 from ...ops.launches.quant import GROUP
@@ -36,6 +38,14 @@ MIXTURES = (
     Mixture("Qwen3-30B-A3B", 2048, 768, 128, 8),
     Mixture("Mixtral-8x7B", 4096, 14336, 8, 2),
     Mixture("DeepSeek-V3, 1 of 8", 7168, 256, 256, 8),
+)
+FOUR_BITS = (
+    (
+        Mixture("gpt-oss-20b", 2880, 2880, 32, 4),
+        "mxfp4",
+        "silu(alpha=1.702, limit=7.0, up_offset=1.0, interleaved=True)",
+    ),
+    (MIXTURES[0], "int4_g128", "silu"),
 )
 KINDS = ((False, False, "balanced"), (True, False, "skewed"), (False, True, "FP8 blocks"))
 MANY_TOKENS = (*TOKENS, 8192, 16384)
@@ -64,6 +74,26 @@ def make(
         return x, router, bias, gate_up.to(E4M3), down.to(E4M3), *scales, None, None, *how
     layers = (gate_up.mul_(m.hidden**-0.5), down.mul_(m.intermediate**-0.5))
     return x, router, bias, *layers, *[None] * 4, 0, None, None, *how
+
+
+def make_four_bits(
+    mixture: Mixture, form: str, activation: str, tokens: int, device: torch.device
+) -> tuple[Any, ...]:
+    """Arguments of ``fused_moe`` with random integers, and scales that give sums of about one; with
+    biases where gates and ups are pairs, as in gpt-oss."""
+    m, stored = mixture, STORED_FORMATS[form]
+    router = randn(m.experts, m.hidden, device=device) * m.hidden**-0.5
+    x = randn(tokens, m.hidden, device=device)
+    weights, scales, biases = [], [], []
+    for n, k in ((2 * m.intermediate, m.hidden), (m.hidden, m.intermediate)):
+        weights.append(torch.randint(0, 256, (m.experts, n, k // 2), device=device).byte())
+        scale = torch.full((m.experts, n, k // stored.scale.unit[1]), 0.2 * k**-0.5, device=device)
+        scales.append(scale.to(getattr(torch, stored.scale.dtype)))
+        biases.append(randn(m.experts, n, device=device) if "interleaved" in activation else None)
+    of_router = None if biases[0] is None else randn(m.experts, device=device) * 1e-3
+    how = (m.top_k, "softmax", True, 1, 1, 1.0, activation, None, False)
+    held = (of_router, *biases, None, None, form)
+    return x, router, None, *weights, *scales, None, None, 0, None, None, *how, *held
 
 
 def block_scales(weight: Tensor) -> Tensor:
@@ -103,6 +133,11 @@ def works() -> Iterator[KernelWork]:
             rivals = {"grouped_mm": grouped_mm}
             layer = partial(make_layer, mixture, tokens)
             yield KernelWork("expert_linear", label, layer, {}, rivals)
+
+    for (mixture, form, activation), tokens in product(FOUR_BITS, MANY_TOKENS):
+        make_args = partial(make_four_bits, mixture, form, activation, tokens)
+        label = f"{mixture.name}, {tokens} tokens, {form}"
+        yield KernelWork("fused_moe", label, make_args, {}, {"triton": TRITON})
 
 
 test_experts = benchmark_of(works())

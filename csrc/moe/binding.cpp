@@ -85,7 +85,8 @@ std::tuple<Tensor, Tensor> moe_route(const Tensor& x, const Tensor& router_weigh
                                      const std::string& scoring, bool renormalize, double scaling,
                                      const std::optional<Tensor>& correction_bias,
                                      int64_t num_groups, int64_t topk_groups,
-                                     const std::optional<Tensor>& squares, double eps) {
+                                     const std::optional<Tensor>& squares, double eps,
+                                     const std::optional<Tensor>& router_bias) {
   if (!x.is_cuda()) fail(kRoute, "x is not on a CUDA device");
   check_matrix(kRoute, x, "x", ScalarType::BFloat16);
   const int64_t num_tokens = x.size(0), hidden = x.size(1);
@@ -120,6 +121,7 @@ std::tuple<Tensor, Tensor> moe_route(const Tensor& x, const Tensor& router_weigh
     check_float(kRoute, *correction_bias, "correction_bias", x, {num_experts});
     args.correction_bias = data<const float>(*correction_bias);
   }
+  if (router_bias) args.router_bias = bf16(kRoute, *router_bias, "router_bias", x, {num_experts});
   add_squares(kRoute, args, squares, x, eps);
   args.scaling = static_cast<float>(scaling);
   args.num_tokens = static_cast<int>(num_tokens);
@@ -288,7 +290,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fw_cuda, m) {
   m.def(
       "moe_route(Tensor x, Tensor router_weight, int top_k, str scoring=\"softmax\", "
       "bool renormalize=True, float scaling=1.0, Tensor? correction_bias=None, int num_groups=1, "
-      "int topk_groups=1, Tensor? squares=None, float eps=0.0) -> (Tensor, Tensor)");
+      "int topk_groups=1, Tensor? squares=None, float eps=0.0, Tensor? router_bias=None) "
+      "-> (Tensor, Tensor)");
   m.def(
       "moe_gate_up(Tensor x, Tensor weight, Tensor ids, Tensor? weight_scale=None, "
       "str activation=\"silu\", Tensor? squares=None, float eps=0.0) -> Tensor");

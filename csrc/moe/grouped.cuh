@@ -21,6 +21,7 @@
 
 #include "grouped_compute.cuh"
 #include "grouped_fill.cuh"
+#include "grouped_packed.cuh"
 
 namespace fusewright::moe {
 
@@ -35,7 +36,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
   const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads);
   if (threadIdx.x == 0) {
     for (int i = 0; i < T::kStages; ++i) {
-      barrier_init(shared_address(&shared.full[i]), 1 + (T::kAllCopy ? kWarpgroupThreads : 0));
+      barrier_init(shared_address(&shared.full[i]), T::kArrivals);
       barrier_init(shared_address(&shared.empty[i]), kComputingWarps);
     }
     barrier_init_fence();
@@ -48,8 +49,11 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
   // Registers move from those who fill to those who compute.
   if (group == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(T::kFillRegisters));
-    GroupedFiller<T> filler{args, weight_map, x_map, shared, ring};
-    filler.run(walk);
+    if constexpr (T::kPacked) {
+      PackedFiller<T>(GroupedFiller<T>{args, weight_map, x_map, shared, ring}).run(walk);
+    } else {
+      GroupedFiller<T>{args, weight_map, x_map, shared, ring}.run(walk);
+    }
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(T::kComputeRegisters));
     const int warp = threadIdx.x / 32 - kWarpgroupThreads / 32;

@@ -39,8 +39,16 @@ struct GroupedArgs {
   Activation activation;  // of the gates
   bool x_sorted;          // rows of x are places, not slots
   bool y_sorted;          // rows of y are places, not slots
+
+  // Weights of four bits alone (packed.h), of which the weight has half as many bytes as columns.
+  const uint8_t* packed_scale;  // [num_experts, rows, groups]
+  int groups, log2_columns;     // of a row; columns of one
+  const __nv_bfloat16* bias;    // [num_experts, rows], or nullptr
+  Gate gate;
 };
 
 cudaError_t launch_grouped(const GroupedArgs& args, bool programmatic, cudaStream_t stream);
+cudaError_t launch_packed_grouped(const GroupedArgs& args, bool floats, bool programmatic,
+                                  cudaStream_t stream);
 
 }  // namespace fusewright::moe

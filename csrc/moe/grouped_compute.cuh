@@ -2,6 +2,8 @@
 #pragma once
 
 #include "../common/numbers.cuh"
+#include "gate.cuh"
+#include "grouped_packed.cuh"
 #include "grouped_tile.cuh"
 
 namespace fusewright::moe {
@@ -150,6 +152,29 @@ struct GroupedComputer {
     return gate * reciprocal_approx(1.0f + exp2_approx(-kLog2E * exponent)) * up;
   }
 
+  // The sums of a weight of four bits get their factor and biases.
+  __device__ __forceinline__ void add_biases(const GroupedItem& item) {
+    constexpr float kFactor = kSumFactorOf<typename T::Numbers>;
+    const int rows = args.out_features;
+    const __nv_bfloat16* bias =
+        args.bias ? args.bias + int64_t{item.expert} * (T::kGated ? 2 * rows : rows) : nullptr;
+#pragma unroll
+    for (int i = 0; i < T::kWeightRows / 2; i += 4) {
+      constexpr int kHalf = T::kWeightRows / 4;
+      const int of_half = T::kGated ? i % kHalf : i, up = T::kGated ? i / kHalf : 0;
+      const int output =
+          min(item.column + 2 * of_half + static_cast<int>(threadIdx.x) % 4 * 2, rows - 2);
+      float add[2] = {};
+#pragma unroll
+      for (int j = 0; bias && j < 2; ++j) {
+        const int row = args.gate.interleaved ? 2 * (output + j) + up : output + j + up * rows;
+        add[j] = __bfloat162float(bias[row]);
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sums[i + j] = fmaf(sums[i + j], kFactor, add[j % 2]);
+    }
+  }
+
   // Returns two outputs of a row in bfloat16. Gates and ups are rounded to it before they are used.
   template <Activation kActivation>
   __device__ __forceinline__ uint32_t outputs(int index) const {
@@ -159,6 +184,10 @@ struct GroupedComputer {
     const float2 gate = unpack_bfloat16(pair);
     const float2 up =
         unpack_bfloat16(pack<__nv_bfloat16>(sums[index + kHalf], sums[index + 1 + kHalf]));
+    if constexpr (T::kPacked) {
+      return pack<__nv_bfloat16>(gated_product(args.gate, gate.x, up.x),
+                                 gated_product(args.gate, gate.y, up.y));
+    }
     return pack<__nv_bfloat16>(activated<kActivation>(gate.x, up.x),
                                activated<kActivation>(gate.y, up.y));
   }
@@ -224,7 +253,8 @@ struct GroupedComputer {
       } else {
         compute(steps, group == 0 && tile == first_tile);
       }
-      if (!T::kGated || args.activation == Activation::kSiluMul) {
+      if constexpr (T::kPacked) add_biases(item);
+      if (!T::kGated || T::kPacked || args.activation == Activation::kSiluMul) {
         store<Activation::kSiluMul>(y_row, item.column);
       } else {
         store<Activation::kGeluTanhMul>(y_row, item.column);

@@ -88,13 +88,15 @@ struct GroupedFiller {
   __device__ __forceinline__ void copy(const GroupedItem& item, uint32_t to, uint32_t full,
                                        int step) const {
     const int x_boxes = T::kGathered ? 0 : (item.rows + kWarpgroupRows - 1) / kWarpgroupRows;
-    barrier_expect_bytes(full, T::kWeightBytes + x_boxes * kWarpgroupRows * kLineBytes);
+    const int weight_bytes = T::kPacked ? 0 : T::kWeightBytes;
+    barrier_expect_bytes(full, weight_bytes + x_boxes * kWarpgroupRows * kLineBytes);
     const int k = step * T::kLine;
     for (int box = 0; box < x_boxes; ++box) {
       const int row = box * kWarpgroupRows;
       gemm::copy_box(to + row * kLineBytes, x_map, k, item.first + row, 0, full,
                      gemm::kEvictNormal);
     }
+    if constexpr (T::kPacked) return;
     to += T::kXBytes;
     const int apart = T::kGated ? args.out_features : T::kBoxRows;  // rows from box to box
 #pragma unroll

@@ -4,6 +4,8 @@
 #include <cuda.h>
 #include <cuda_bf16.h>
 
+#include <type_traits>
+
 #include "../common/wgmma.cuh"
 #include "../gemm/async_copy.cuh"
 #include "grouped_schedule.cuh"
@@ -23,8 +25,12 @@ constexpr int kScratchRows = 16;    // of a warp's outputs, a line each
 // rows of the weight. With kGathered, rows of x are gathered by slot; otherwise they are in the
 // order of places. With kGated, outputs combine gate and up. A wide tile reads fewer bytes from L2,
 // which pays when experts have many rows. Bfloat16 has wide tiles only.
-template <Scales kScalesOf, bool kIsGathered, bool kIsGated, bool kWide>
+//
+// Numbers: of a weight of four bits, which is made bfloat16 while a stage is filled; else void.
+template <Scales kScalesOf, bool kIsGathered, bool kIsGated, bool kWide, typename Numbers_ = void>
 struct GroupedTile {
+  using Numbers = Numbers_;
+  static constexpr bool kPacked = !std::is_void_v<Numbers>;
   static constexpr Scales kScales = kScalesOf;
   static constexpr bool kGathered = kIsGathered, kGated = kIsGated;
   static constexpr bool kFp8 = kScales != Scales::kNone;
@@ -45,7 +51,10 @@ struct GroupedTile {
       kStages * kStageBytes + kComputingWarps * kScratchBytes + kAtomBytes;
   // With kAllCopy, all threads of the filling warpgroup copy; otherwise one thread issues all
   // copies.
-  static constexpr bool kAllCopy = kGathered || kFp8;
+  static constexpr bool kAllCopy = kGathered || kFp8 || kPacked;
+  // Arrivals at a stage's full barrier: of the copy engine's bytes, and of each thread's copies and
+  // stores.
+  static constexpr int kArrivals = 1 + kWarpgroupThreads * (kAllCopy + kPacked);
 };
 
 // The FP8 scales that travel with a stage. Scales of blocks come with every step: one for each row

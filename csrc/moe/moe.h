@@ -31,6 +31,7 @@ struct RouteArgs {
   const float*
       squares;  // of a weighted x: [num_tokens, num_square_groups] (gemm/skinny.h); or nullptr
   int num_square_groups;
+  const __nv_bfloat16* router_bias;  // [num_experts], added to logits; or nullptr
   const float* correction_bias;  // [num_experts], added to scores for the choice alone; or nullptr
   float* topk_weights;           // [num_tokens, top_k], by falling score
   int* topk_ids;                 // likewise
@@ -49,6 +50,14 @@ struct RouteArgs {
 enum class Operands { kBf16, kFp8Rows, kFp8Blocks };
 
 enum class Activation { kSiluMul, kGeluTanhMul };
+
+// y is act(gate) * up, of gates and ups rounded to bfloat16: both clamped, up with an offset, the
+// gate times alpha inside of the logistic function.
+struct Gate {
+  Activation activation;
+  float alpha, limit, up_offset;  // limit: infinity where there is none
+  bool interleaved;  // the weight's rows are pairs of a gate and its up, not two halves
+};
 
 // x: rows of in_features elements; weight: [num_experts, rows, in_features]; a pair is a token and
 // one of its experts, token * top_k + slot.

@@ -171,7 +171,8 @@ __device__ __forceinline__ void score_experts(const RouteArgs& args, Choice& sha
                                               float norm_scale) {
   const int num_experts = args.num_experts, lane = threadIdx.x % kWarpSize;
   for (int expert = threadIdx.x; expert < num_experts; expert += blockDim.x) {
-    const float logit = shared.logits[expert] * norm_scale;
+    float logit = shared.logits[expert] * norm_scale;
+    if (args.router_bias) logit += __bfloat162float(args.router_bias[expert]);
     const float score = logit == logit ? logit : -INFINITY;
     shared.score[expert] = shared.choice[expert] = score;
     shared.key[expert] = key_of(score);

@@ -360,3 +360,5 @@ def _experts(draw: Draw, on_gpu: bool) -> Iterator[Case]:
         label = f"{tokens} tokens of experts, FP8 {fp8}"
         yield _moe(draw, label, tokens, *large, 4096, bias=tokens == 2, fp8=fp8)
     yield _moe(draw, "1 token of experts, FP8 block, last", 1, *large, 0, fp8="block")
+    for tokens, n in ((1, 2560), (7, 2560), (8, 0), (64, 2560)):
+        yield _moe(draw, f"{tokens} tokens of experts, MXFP4", tokens, *large, n, **stored)

@@ -87,10 +87,10 @@ def _stream(part: Part) -> State | None:
 
 def _stream_names(part: Part) -> tuple[str, ...]:
     first = f"{STREAMED_LINEAR.name}, add"
+    experts = part.stages[2].call(part.state.total, part.operands[2])
     if not part.stages[3:]:
-        return (first, *csrc.STREAMED)
-    *before, last = csrc.STREAMED
-    return (first, *before, f"{last}, add", f"norm, {STREAMED_LINEAR.name}")
+        return (first, *csrc.streamed_names(experts))
+    return (first, *csrc.streamed_names(experts, adds=True), f"norm, {STREAMED_LINEAR.name}")
 
 
 STREAM_EXPERTS = ChainKernel(

@@ -7,6 +7,8 @@ third adds a residual and prepares the input of the next norm's reader.  For som
 same router chooses, and all else is Triton's.  For many tokens Triton chooses experts and sorts
 slots, a grouped GEMM of bfloat16 or FP8 computes both layers, and Triton adds the results and
 quantizes before a layer of FP8.  For numbers of tokens in between, all kernels are Triton's.
+
+Weights of four bits have kernels of their own for any number of tokens (``packed.py``).
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from ..core.cuda import why_not_built
 from ..core.desc import TensorDesc
 from ..core.launch import run_all
 from ..core.target import Target, here
+from ..launches import experts as plans
 from ..launches.experts import MOST_EXPERTS, rows_an_expert
 from ..norm.gated_act import ACTIVATIONS
+from . import packed
 from .moe import Call, Planned, Routed, plan_experts, plan_quantized, plan_routing, plan_sort
 
 MOST_TOKENS = 8
@@ -48,8 +52,6 @@ def _why_not_csrc(call: Call, target: Target) -> str:
         return target.why_no_hopper
     if call.x.dtype != torch.bfloat16:
         return f"x is {call.x.dtype}, not bfloat16"
-    if call.router_bias is not None:
-        return "the router has a bias"
     return "" if call.first_expert is None else "the experts are spread over ranks"
 
 
@@ -83,6 +85,8 @@ def _why_not_routed(call: Call) -> str:
     experts, hidden = call.router_weight.shape
     if call.router_weight.dtype != torch.bfloat16 or hidden % _ROWS:
         return f"a router of {call.router_weight.dtype} and {hidden} features"
+    if call.router_bias is not None and call.router_bias.dtype != torch.bfloat16:
+        return f"a router's bias of {call.router_bias.dtype}"
     if experts > _MOST_EXPERTS or call.top_k > _MOST_TOP_K or call.num_groups > _MOST_GROUPS:
         return (
             f"top {call.top_k} of {experts} experts in {call.num_groups} groups: at most "
@@ -103,21 +107,35 @@ def why_not_routed(call: Call, rows: int, target: Target) -> str:
 
 def why_not_streamed(call: Call, rows: int, target: Target) -> str:
     """Why the kernels for few tokens do not serve this many, or an empty string; reads no data."""
-    if reason := _why_not_csrc(call, target) or _why_not_weights(call):
-        return reason
-    if reason := _why_not_routed(call):
+    why_not_read = packed.why_not_weights if call.weight_format else _why_not_weights
+    if reason := _why_not_csrc(call, target) or why_not_read(call) or _why_not_routed(call):
         return reason
     if call.shared_gate is not None:
         return "a shared expert has a gate"
+    if call.weight_format:
+        return _why_not_few(rows) or packed.why_not_few(call, rows, target)
     experts, both, hidden = call.gate_up.shape
     inner = both // 2
     if hidden % _LINE or inner % _LINE or max(hidden, inner) > _MOST_FEATURES:
         return f"{hidden} and {inner} features: not multiples of {_LINE} up to {_MOST_FEATURES}"
     if inner % _ROWS or experts * max(both, hidden) >= 1 << 30:
         return f"weights of {experts} x {both} rows"
-    if not 0 < rows <= MOST_TOKENS:
-        return f"{rows} tokens: fastest from 1 to {MOST_TOKENS}"
-    return why_not_built(target.csrc, "moe_route")
+    return _why_not_few(rows) or why_not_built(target.csrc, "moe_route")
+
+
+def _why_not_few(rows: int) -> str:
+    served = 0 < rows <= MOST_TOKENS
+    return "" if served else f"{rows} tokens: fastest from 1 to {MOST_TOKENS}"
+
+
+def why_not_packed(call: Call, rows: int, target: Target) -> str:
+    """Why the kernels of weights of four bits do not serve this many tokens, or an empty string;
+    reads no data."""
+    if reason := _why_not_csrc(call, target) or packed.why_not_weights(call):
+        return reason
+    if rows <= MOST_TOKENS:
+        return packed.why_not_few(call, rows, target)
+    return why_not_built(target.csrc, packed.GROUPED)
 
 
 def why_not_grouped(call: Call, rows: int, target: Target) -> str:
@@ -178,9 +196,15 @@ def groups(call: Call) -> bool:
     return _serves(why_not_grouped, call, _experts_of(call))
 
 
+def packs(call: Call) -> bool:
+    """Whether the kernels of weights of four bits serve a call."""
+    return _serves(why_not_packed, call, _experts_of(call))
+
+
 def _experts_of(call: Call) -> tuple[Tensor, ...]:
-    """The weights of the experts' layers, with their scales if there are some."""
+    """The weights of the experts' layers, with their scales and biases if there are some."""
     held = (call.gate_up, call.down, call.gate_up_scale, call.down_scale)
+    held = (*held, call.gate_up_bias, call.down_bias)
     return tuple([tensor for tensor in held if tensor is not None])
 
 
@@ -211,12 +235,16 @@ def layers(call: Call, logits: Callable[[Call], Tensor]) -> Planned:
         routed = plan_sort(call, [], *_route(call))
     else:
         routed = plan_routing(call, logits(call))
+    if packs(call):
+        return packed.layers(call, routed)
     return (grouped_layers if groups(call) else plan_experts)(call, routed)
 
 
 def names(call: Call, of_triton: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of what ``layers`` runs, given those of Triton's launches."""
     found = routed_names(of_triton) if routes(call) else of_triton
+    if packs(call):
+        return packed.names(call, found)
     return grouped_names(found) if groups(call) else found
 
 
@@ -233,6 +261,7 @@ def _route(call: Call, squares: Tensor | None = None, eps: float = 0.0) -> tuple
         call.topk_groups,
         squares,
         eps,
+        call.router_bias,
     )
     return weights, ids
 
@@ -244,6 +273,8 @@ def route_and_gate_up(
     ``squares``, the sums of squares of every 16 columns, x has been multiplied by a norm's weight,
     and these kernels apply the norm's scale."""
     weights, ids = _route(call, squares, eps)
+    if call.weight_format:
+        return weights, ids, packed.gate_up(call, ids, None, squares, eps)
     h = torch.ops.fw_cuda.moe_gate_up.default(
         call.x, call.gate_up, ids, call.gate_up_scale, call.activation, squares, eps
     )
@@ -253,6 +284,11 @@ def route_and_gate_up(
 def down(call: Call, made: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """The weighted sum of the experts' down layers, plus a shared expert's result."""
     weights, ids, h = made
+    if call.weight_format:
+        results = packed.down(call, h, ids, None)
+        launches, out = plans.combine(results, weights, call.shared, None, None)
+        run_all(launches)
+        return out
     y: Tensor = torch.ops.fw_cuda.moe_down.default(
         h, call.down, ids, weights, call.down_scale, None, call.shared, True
     )
@@ -264,6 +300,9 @@ def down_add_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(the sum plus a residual, that times the norm's weight, the sums of its squares)."""
     weights, ids, h = made
+    if call.weight_format:
+        results = packed.down(call, h, ids, None)
+        return packed.sum_norm(call, results, weights, residual, norm_weight)
     total, weighted, squares = torch.ops.fw_cuda.moe_down_norm.default(
         h, call.down, ids, weights, norm_weight, call.down_scale, residual, call.shared, True
     )
@@ -273,6 +312,15 @@ def down_add_norm(
 GROUPED = "moe_grouped_linear"
 STREAMED = ("moe_route", "moe_gate_up", "moe_down")
 """The names by which ``explain`` calls the launches."""
+
+
+def streamed_names(call: Call, *, adds: bool = False) -> tuple[str, ...]:
+    """The names of the launches for few tokens; ``adds``: up to a residual's sum and its norm."""
+    if call.weight_format:
+        last = packed.SUM if adds else "_combine_experts_kernel"
+        return (STREAMED[0], packed.LINEAR, packed.LINEAR, last)
+    *before, last = STREAMED
+    return (*before, f"{last}, add" if adds else last)
 
 
 def routed_names(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -110,7 +110,7 @@ def _runs(*args: Any) -> tuple[str, ...]:
 
 def _cuda_runs(*args: Any) -> tuple[str, ...]:
     call = Call(*args)
-    return csrc.STREAMED if csrc.streams(call) else csrc.names(call, _runs(*args))
+    return csrc.streamed_names(call) if csrc.streams(call) else csrc.names(call, _runs(*args))
 
 
 def _cuda_supports(desc: OpDesc) -> str:
@@ -118,6 +118,8 @@ def _cuda_supports(desc: OpDesc) -> str:
     if reason := supports(desc):
         return reason
     if not csrc.why_not_grouped(call, csrc.MANY_TOKENS, target):
+        return ""
+    if not csrc.why_not_packed(call, 1, target):
         return ""
     return csrc.why_not_streamed(call, 1, target)
 
@@ -281,6 +283,10 @@ def _cases(draw: Draw) -> Iterator[Case]:
     if draw.device.type == "cuda":  # too large to interpret
         for tokens in (1, 8, 64, 600, 2048):
             yield call(f"{tokens} tokens of 64 experts", tokens, 64, 8, 1024, 384)
+        for tokens in (1, 2, 8, 9, 100):
+            yield call(f"{tokens} tokens, MXFP4", tokens, 8, 4, 576, 192, **how)
+            kind = "int4_g64" if tokens == 9 else "int4_g128"
+            yield call(f"{tokens} tokens, {kind}", tokens, 16, 3, 256, 128, weight_format=kind)
 
 
 _FP8 = {
