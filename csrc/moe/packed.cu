@@ -1,4 +1,4 @@
-// Launches of the experts' layers by weights of four bits: shared memory and the grid.
+// Launches of the experts' layers by weights of four bits: shared memory, the grid, and the plan.
 #include <algorithm>
 
 #include "../common/prepare.h"
@@ -12,55 +12,43 @@ namespace {
 using Int4 = gemm::Packed<gemm::UnsignedNibbles, gemm::ScaleType::kHalf, 32, false>;
 using MxFp4 = gemm::Packed<gemm::FloatNibbles, gemm::ScaleType::kE8M0, 32, false>;
 
-// Of dynamic memory: blocks share a multiprocessor's, less what each has besides.
-template <typename T>
-constexpr int kMostBytes = (T::kBlocks == 1 ? 227 : 113) * 1024 - kFixedBytes;
+constexpr int kMostBytes = 227 * 1024 - kFixedBytes;  // of dynamic memory
+constexpr int kMostRowsOfOne = 4;  // of an expert on average, which eight columns of MMAs hold best
 
 template <typename T>
-cudaError_t run(const PackedArgs& args, int most_splits, bool programmatic, cudaStream_t stream) {
-  const int steps = (args.in_features + kStepColumns - 1) / kStepColumns;
-  int splits = most_splits;
-  while (splits > steps) splits /= 2;
-  const PackedLayout empty(args, T::Format::kScaleBytes, T::kStages, splits, 0);
+cudaError_t run(const PackedArgs& args, bool programmatic, cudaStream_t stream) {
+  const PackedLayout empty(args, T::Format::kScaleBytes, T::kStages, 0);
   const int capacity =
-      std::min(args.num_slots, (kMostBytes<T> - empty.bytes(T::kWarps)) / empty.pitch);
+      std::min(args.num_slots, (kMostBytes - empty.bytes(T::kWarps)) / empty.pitch);
   const int tokens = args.num_slots / args.top_k;
   if (capacity < std::min(tokens, T::kMostRows)) return cudaErrorInvalidConfiguration;
-  const PackedLayout layout(args, T::Format::kScaleBytes, T::kStages, splits, capacity);
+  // Of one token the second layer has fewer tiles than there are warps.
+  const int splits = tokens == 1 && !args.gated && empty.steps >= 2 * T::kStages ? 2 : 1;
+  if (empty.steps < splits * T::kStages) return cudaErrorInvalidConfiguration;
+  const PackedLayout layout(args, T::Format::kScaleBytes, T::kStages, capacity);
   constexpr auto kKernel = packed_kernel<T>;
-  if (const cudaError_t error = allow_shared_memory<kKernel>(kMostBytes<T>); error != cudaSuccess) {
+  if (const cudaError_t error = allow_shared_memory<kKernel>(kMostBytes); error != cudaSuccess) {
     return error;
   }
-  const gemm::LaunchConfig config(gemm::kMultiprocessors * T::kBlocks, T::kThreads,
-                                  layout.bytes(T::kWarps), 1, programmatic, stream);
+  const gemm::LaunchConfig config(gemm::kMultiprocessors, T::kThreads, layout.bytes(T::kWarps), 1,
+                                  programmatic, stream);
   return cudaLaunchKernelEx(&config.config, kKernel, args, capacity, splits);
 }
 
-PackedPlan measured_plan(const PackedArgs& args) {
-  constexpr int kMostRowsOfOne = 4;  // of an expert, on average
-  if (args.order && args.num_slots > kMostRowsOfOne * args.num_experts) return {2, 1, 1};
-  // For one or two tokens there are fewer tiles of the second layer than warps.
-  return {1, args.num_slots <= 2 * args.top_k && !args.gated ? 2 : 1, 1};
-}
-
 template <typename Format>
-cudaError_t run_format(const PackedArgs& args, const PackedPlan& plan, bool programmatic,
-                       cudaStream_t stream) {
-  const auto with = [&](auto tile) {
-    return run<decltype(tile)>(args, plan.splits, programmatic, stream);
-  };
-  if (plan.eights == 2) return with(PackedTile<Format, 2, 16, 4, 1>{});
-  return plan.blocks == 2 ? with(PackedTile<Format, 1, 8, 6, 2>{})
-                          : with(PackedTile<Format, 1, 16, 6, 1>{});
+cudaError_t run_format(const PackedArgs& args, bool programmatic, cudaStream_t stream) {
+  if (args.order && args.num_slots > kMostRowsOfOne * args.num_experts) {
+    return run<PackedTile<Format, 2, 4>>(args, programmatic, stream);
+  }
+  return run<PackedTile<Format, 1, 6>>(args, programmatic, stream);
 }
 
 }  // namespace
 
-cudaError_t launch_packed(const PackedArgs& args, PackedFormat format, const PackedPlan& forced,
-                          bool programmatic, cudaStream_t stream) {
-  const PackedPlan plan = forced.eights ? forced : measured_plan(args);
-  return format == PackedFormat::kMxFp4 ? run_format<MxFp4>(args, plan, programmatic, stream)
-                                        : run_format<Int4>(args, plan, programmatic, stream);
+cudaError_t launch_packed(const PackedArgs& args, PackedFormat format, bool programmatic,
+                          cudaStream_t stream) {
+  return format == PackedFormat::kMxFp4 ? run_format<MxFp4>(args, programmatic, stream)
+                                        : run_format<Int4>(args, programmatic, stream);
 }
 
 cudaError_t launch_sum(const SumArgs& args, bool programmatic, cudaStream_t stream) {

@@ -27,11 +27,11 @@ constexpr int kXPad = 64;  // spreads the banks: rows of x a half line apart
 constexpr int kLanes = gemm::kWarpSize;
 constexpr unsigned kEveryLane = 0xffffffffu;
 
-template <typename Format_, int kEights_, int kWarps_, int kStages_, int kBlocks_>
+template <typename Format_, int kEights_, int kStages_>
 struct PackedTile {
   using Format = Format_;
   static constexpr int kEights = kEights_, kMostRows = 8 * kEights_;
-  static constexpr int kWarps = kWarps_, kStages = kStages_, kBlocks = kBlocks_;
+  static constexpr int kWarps = 16, kStages = kStages_;
   static constexpr int kThreads = kWarps * kLanes;
 };
 
@@ -46,20 +46,18 @@ struct Entries {
 // What a block has in shared memory beside the dynamic part, with what the driver takes.
 constexpr int kFixedBytes = sizeof(Entries) + sizeof(Plan) + 1024;
 
-// Where the parts of a block's dynamic memory lie: rows of x, then of each warp its ring, buffers
-// for the scales of the tiles in it, and its sums.
+// Where the parts of a block's dynamic memory lie: rows of x, then of each warp its ring, two
+// buffers of a tile's scales, and its sums.
 struct PackedLayout {
-  int steps, pitch, capacity, scale_bytes, buffers, warp_bytes;
+  int steps, pitch, capacity, scale_bytes, warp_bytes;
 
-  __host__ __device__ PackedLayout(const PackedArgs& args, int scale_size, int stages, int splits,
-                                   int capacity)
+  __host__ __device__ PackedLayout(const PackedArgs& args, int scale_size, int stages, int capacity)
       : steps((args.in_features + kStepColumns - 1) / kStepColumns),
         pitch(steps * kXStepBytes + kXPad),
         capacity(capacity),
         scale_bytes(kPackedRows * args.groups * scale_size),
-        // A lane copies up to stages - 1 steps ahead, while another may still be a tile behind.
-        buffers(2 + (stages - 1) / (steps / splits)),
-        warp_bytes(stages * kStageBytes + buffers * scale_bytes + kLanes * 16) {}
+        // A lane copies up to stages - 1 steps ahead: one tile, of at least `stages` steps.
+        warp_bytes(stages * kStageBytes + 2 * scale_bytes + kLanes * 16) {}
 
   __host__ __device__ int bytes(int warps) const { return capacity * pitch + warps * warp_bytes; }
 };
@@ -167,7 +165,7 @@ struct PackedCopier {
       if (++step == last_step) {
         step = first_step;
         tile += stride;
-        buffer = buffer + 1 == layout.buffers ? 0 : buffer + 1;
+        buffer ^= 1;
       }
     }
     copy_async_commit();
@@ -244,7 +242,6 @@ struct PackedTileSums {
 template <typename T>
 __device__ __forceinline__ void add_parts(float (&sums)[T::kEights][4], uint32_t own, int splits,
                                           int part, int group, int warp_bytes) {
-  static_assert(T::kEights == 1 || T::kWarps > 0);
   const int threads = splits * kLanes;
   const auto sync = [&] {
     asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "r"(threads) : "memory");
@@ -357,21 +354,21 @@ __device__ __forceinline__ void multiply_tiles(const PackedArgs& args, const Ent
     float total[T::kEights][4];
     sums.finish(total);
     if (splits > 1) {
-      const uint32_t own = scales + layout.buffers * layout.scale_bytes;
+      const uint32_t own = scales + 2 * layout.scale_bytes;
       add_parts<T>(total, own, splits, part, group, layout.warp_bytes);
     }
     if (part == 0) write_packed<T>(args, entries, place, order, bias, total);
-    buffer = buffer + 1 == layout.buffers ? 0 : buffer + 1;
+    buffer ^= 1;
   }
 }
 
 template <typename T>
-__global__ void __launch_bounds__(T::kThreads, T::kBlocks)
+__global__ void __launch_bounds__(T::kThreads, 1)
     packed_kernel(const __grid_constant__ PackedArgs args, int capacity, int splits) {
   extern __shared__ __align__(1024) uint8_t memory[];
   __shared__ Entries entries;
   __shared__ Plan plan;
-  const PackedLayout layout(args, T::Format::kScaleBytes, T::kStages, splits, capacity);
+  const PackedLayout layout(args, T::Format::kScaleBytes, T::kStages, capacity);
   const int warp = threadIdx.x / kLanes;
   wait_for_previous();
   start_next();

@@ -13,6 +13,7 @@ namespace fusewright::moe {
 constexpr int kMaxPackedSlots = 8192;
 constexpr int kMaxPackedExperts = 512;
 constexpr int kMaxPackedEntries = 512;  // of an expert and some of its rows
+constexpr int kMinPackedColumns = 704;  // a warp's ring holds no more than a tile's columns
 
 // Numbers of four bits, two a byte, the lower column in the lower bits: unsigned integers less 8
 // with scales of float16, or E2M1 with scales of E8M0.
@@ -41,12 +42,6 @@ struct PackedArgs {
   Gate gate;
 };
 
-// How a call is divided: rows of an expert that a warp multiplies at once, in eights, and the warps
-// that share a tile's columns.
-struct PackedPlan {
-  int eights, splits, blocks;  // eights: 0 for the plan that was measured fastest
-};
-
 // y: [num_tokens * top_k, hidden]; all contiguous, hidden a multiple of 8.
 struct SumArgs {
   const __nv_bfloat16* y;
@@ -61,7 +56,7 @@ struct SumArgs {
 
 cudaError_t launch_sum(const SumArgs& args, bool programmatic, cudaStream_t stream);
 
-cudaError_t launch_packed(const PackedArgs& args, PackedFormat format, const PackedPlan& plan,
-                          bool programmatic, cudaStream_t stream);
+cudaError_t launch_packed(const PackedArgs& args, PackedFormat format, bool programmatic,
+                          cudaStream_t stream);
 
 }  // namespace fusewright::moe

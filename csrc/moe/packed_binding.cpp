@@ -100,8 +100,7 @@ Tensor moe_packed_linear(const Tensor& x, const Tensor& weight, const Tensor& we
                          const std::optional<Tensor>& offsets, int64_t top_k, bool floats,
                          const std::string& activation, double alpha,
                          const std::optional<double>& limit, double up_offset, bool interleaved,
-                         const std::optional<Tensor>& squares, double eps, int64_t eights,
-                         int64_t splits, int64_t blocks) {
+                         const std::optional<Tensor>& squares, double eps) {
   if (!x.is_cuda()) fail(kOp, "x is not on a CUDA device");
   check_matrix(kOp, x, "x", ScalarType::BFloat16);
   PackedArgs args = {};
@@ -109,6 +108,9 @@ Tensor moe_packed_linear(const Tensor& x, const Tensor& weight, const Tensor& we
   args.gate = gate_of(activation, alpha, limit, up_offset, interleaved);
   check_weight(args, x, weight, weight_scale, bias, floats, 16);
   args.scale = weight_scale.data_ptr();
+  if (x.size(1) < kMinPackedColumns) {
+    fail(kOp, "x ", shape_of(x), ", expected ", kMinPackedColumns, " columns or more");
+  }
   const int64_t slots = chosen.numel();
   const int64_t slots_a_row = x.size(0) == slots ? 1 : top_k;
   const int64_t tokens = top_k > 0 ? slots / top_k : 0;
@@ -119,6 +121,10 @@ Tensor moe_packed_linear(const Tensor& x, const Tensor& weight, const Tensor& we
          kMaxPackedSlots, " or fewer in all");
   }
   if (offsets) {
+    if (args.num_experts + slots / 8 > kMaxPackedEntries) {
+      fail(kOp, "chosen ", shape_of(chosen), " of ", args.num_experts, " experts, expected ",
+           kMaxPackedEntries, " or fewer experts and eights of slots");
+    }
     args.order = check_index(chosen, "chosen", x, slots);
     args.offsets = check_index(*offsets, "offsets", x, args.num_experts + 1);
   } else {
@@ -139,11 +145,9 @@ Tensor moe_packed_linear(const Tensor& x, const Tensor& weight, const Tensor& we
   const Tensor y = empty({slots, args.out_features}, aoti_torch_dtype_bfloat16(), x);
   args.y = static_cast<__nv_bfloat16*>(y.data_ptr());
   if (slots == 0) return y;
-  const PackedPlan plan{static_cast<int>(eights), static_cast<int>(splits),
-                        static_cast<int>(blocks)};
   const cudaStream_t stream = current_stream(x.get_device_index());
   const PackedFormat format = floats ? PackedFormat::kMxFp4 : PackedFormat::kInt4;
-  const cudaError_t error = launch_packed(args, format, plan, is_capturing(kOp, stream), stream);
+  const cudaError_t error = launch_packed(args, format, is_capturing(kOp, stream), stream);
   if (error != cudaSuccess) {
     fail(kOp, "launch on ", shape_of(x), " failed: ", cudaGetErrorString(error));
   }
@@ -252,7 +256,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fw_cuda, m) {
       "moe_packed_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, "
       "Tensor chosen, Tensor? offsets, int top_k, bool floats, str activation=\"\", "
       "float alpha=1.0, float? limit=None, float up_offset=0.0, bool interleaved=False, "
-      "Tensor? squares=None, float eps=0.0, int eights=0, int splits=1, int blocks=1) -> Tensor");
+      "Tensor? squares=None, float eps=0.0) -> Tensor");
   m.def(
       "moe_packed_grouped(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, "
       "Tensor order, Tensor offsets, int top_k, bool floats, str activation=\"\", "

@@ -8,7 +8,7 @@ same router chooses, and all else is Triton's.  For many tokens Triton chooses e
 slots, a grouped GEMM of bfloat16 or FP8 computes both layers, and Triton adds the results and
 quantizes before a layer of FP8.  For numbers of tokens in between, all kernels are Triton's.
 
-Weights of four bits have kernels of their own for any number of tokens (``packed.py``).
+Weights of four bits have kernels of their own (``packed.py``).
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def why_not_packed(call: Call, rows: int, target: Target) -> str:
         return reason
     if rows <= MOST_TOKENS:
         return packed.why_not_few(call, rows, target)
-    return why_not_built(target.csrc, packed.GROUPED)
+    return packed.why_not_sorted(call, rows, target)
 
 
 def why_not_grouped(call: Call, rows: int, target: Target) -> str:

@@ -67,8 +67,8 @@ def _fake(*args: Any) -> Tensor:
 
 
 def _cuda(*args: Any) -> Tensor:
-    """Three kernels of csrc for few tokens, its router for some more, its GEMMs for many; all else
-    is Triton's."""
+    """Three kernels of csrc for few tokens, its router for some more, its GEMMs for many, and its
+    kernels of weights of four bits for any number; all else is Triton's."""
     call = Call(*args)
     x = call.x if call.x.is_contiguous() and call.x.data_ptr() % 16 == 0 else call.x.clone()
     shared = None if call.shared is None else call.shared.contiguous()
@@ -119,7 +119,7 @@ def _cuda_supports(desc: OpDesc) -> str:
         return reason
     if not csrc.why_not_grouped(call, csrc.MANY_TOKENS, target):
         return ""
-    if not csrc.why_not_packed(call, 1, target):
+    if not csrc.why_not_packed(call, csrc.MANY_TOKENS, target):
         return ""
     return csrc.why_not_streamed(call, 1, target)
 
@@ -284,9 +284,9 @@ def _cases(draw: Draw) -> Iterator[Case]:
         for tokens in (1, 8, 64, 600, 2048):
             yield call(f"{tokens} tokens of 64 experts", tokens, 64, 8, 1024, 384)
         for tokens in (1, 2, 8, 9, 100):
-            yield call(f"{tokens} tokens, MXFP4", tokens, 8, 4, 576, 192, **how)
+            yield call(f"{tokens} tokens, MXFP4", tokens, 8, 4, 832, 768, **how)
             kind = "int4_g64" if tokens == 9 else "int4_g128"
-            yield call(f"{tokens} tokens, {kind}", tokens, 16, 3, 256, 128, weight_format=kind)
+            yield call(f"{tokens} tokens, {kind}", tokens, 16, 3, 768, 768, weight_format=kind)
 
 
 _FP8 = {

@@ -27,13 +27,16 @@ from .moe import Call, Planned, Routed
 
 LINEAR, GROUPED, SUM = "moe_packed_linear", "moe_packed_grouped", "moe_sum_norm"
 """The names by which ``explain`` calls the launches."""
-MOST_LINEAR_ROWS = 32
-"""Most rows an expert on average for which ``moe_packed_linear`` runs where slots are sorted."""
+MANY_ROWS = 32
+"""Rows an expert on average up to which ``moe_packed_linear`` is faster, and from which on the
+grouped GEMM is faster than Triton's kernels."""
 FORMATS = ("mxfp4", "int4_g32", "int4_g64", "int4_g128")
-_MOST_EXPERTS, _MOST_TOP_K, _MOST_SLOTS, _MOST_ENTRIES = 512, 16, 8192, 512
-_BLOCK_ROWS = 16
-"""Rows that a warp of ``moe_packed_linear`` multiplies at once, where slots are sorted."""
-_MOST_BYTES, _STEP, _WARPS = 218 << 10, 128, 16
+_MOST_EXPERTS, _MOST_TOP_K = 512, 16
+# Of moe_packed_linear (csrc/moe/packed.h): an entry is an expert with eight of its rows or more.
+_MOST_SLOTS, _MOST_ENTRIES, _ENTRY_ROWS, _FEWEST_COLUMNS = 8192, 512, 8, 704
+_MOST_BYTES, _STEP, _WARPS, _STAGES = 218 << 10, 128, 16, 6
+_SORTED = ((8, _STAGES), (16, 4))
+"""Rows that a warp multiplies at once, with the stages of its ring beside them."""
 
 
 def why_not_weights(call: Call) -> str:
@@ -53,40 +56,47 @@ def why_not_weights(call: Call) -> str:
 
 
 def why_not_few(call: Call, rows: int, target: Target) -> str:
-    """Why the kernels do not serve few tokens, whose slots are not sorted, or an empty string;
-    reads no data."""
-    for columns in _widths(call):
-        if (most := _rows_that_fit(columns, call.weight_format, few=True)) < rows:
+    """Why ``moe_packed_linear`` does not serve few tokens, whose slots are not sorted, or an empty
+    string; reads no data."""
+    return _why_not_widths(call, rows, _STAGES) or why_not_built(target.csrc, LINEAR)
+
+
+def why_not_sorted(call: Call, rows: int, target: Target) -> str:
+    """Why neither kernel serves more tokens, or an empty string; reads no data."""
+    each = rows * call.top_k / call.gate_up.shape[0]
+    reason = _why_not_linear(call, rows)
+    if reason and each < MANY_ROWS:
+        return reason
+    return why_not_built(target.csrc, GROUPED if reason else LINEAR)
+
+
+def _why_not_linear(call: Call, rows: int) -> str:
+    """Why ``moe_packed_linear`` does not compute sorted slots, or an empty string."""
+    slots, experts = rows * call.top_k, call.gate_up.shape[0]
+    if slots > MANY_ROWS * experts:
+        return f"{rows} tokens, {slots / experts:g} an expert: fastest up to {MANY_ROWS}"
+    if slots > _MOST_SLOTS or experts + slots // _ENTRY_ROWS > _MOST_ENTRIES:
+        return f"{slots} choices of {experts} experts: too many"
+    few, more = (_why_not_widths(call, *how) for how in _SORTED)
+    return few or more
+
+
+def _why_not_widths(call: Call, rows: int, stages: int) -> str:
+    for columns in (call.x.shape[1], call.gate_up.shape[1] // 2):
+        if columns < _FEWEST_COLUMNS:
+            return f"{columns} columns: at least {_FEWEST_COLUMNS}"
+        if (most := _rows_that_fit(columns, call.weight_format or "", stages)) < rows:
             return f"{columns} columns: shared memory holds {most} rows of x, of {rows}"
-    return why_not_built(target.csrc, LINEAR)
-
-
-def _widths(call: Call) -> tuple[int, int]:
-    return call.x.shape[1], call.gate_up.shape[1] // 2
-
-
-def _is_linear(call: Call) -> bool:
-    """Whether ``moe_packed_linear`` computes sorted slots, or else the grouped GEMM."""
-    slots, experts = call.x.shape[0] * call.top_k, call.gate_up.shape[0]
-    return (
-        slots <= min(MOST_LINEAR_ROWS * experts, _MOST_SLOTS)
-        and experts + slots // _BLOCK_ROWS <= _MOST_ENTRIES
-        and all(
-            _rows_that_fit(columns, call.weight_format, few=False) >= _BLOCK_ROWS
-            for columns in _widths(call)
-        )
-    )
+    return ""
 
 
 @lru_cache
-def _rows_that_fit(columns: int, name: str, *, few: bool) -> int:
-    """The rows of x that fit beside the rings of a block's warps (csrc/moe/packed.cu)."""
+def _rows_that_fit(columns: int, name: str, stages: int) -> int:
+    """The rows of x that fit beside the rings of a block's warps (csrc/moe/packed.cuh)."""
     form = STORED_FORMATS[name]
     scale = 1 if form.values else 2
-    stages, steps = 6 if few else 4, cdiv(columns, _STEP)
-    buffers = 2 + (stages - 1) // steps
-    warp = stages * 1024 + buffers * 16 * (columns // form.scale.unit[1]) * scale + 512
-    return max(0, _MOST_BYTES - _WARPS * warp) // (steps * 256 + 64)
+    warp = stages * 1024 + 2 * 16 * (columns // form.scale.unit[1]) * scale + 512
+    return max(0, _MOST_BYTES - _WARPS * warp) // (cdiv(columns, _STEP) * 256 + 64)
 
 
 def layers(call: Call, routed: Routed) -> Planned:
@@ -96,7 +106,7 @@ def layers(call: Call, routed: Routed) -> Planned:
     if by_expert is None:
         chosen, op = (ids, None), LINEAR
     else:
-        chosen, op = by_expert, LINEAR if _is_linear(call) else GROUPED
+        chosen, op = by_expert, _op(call)
     h = gate_up(call, *chosen, op=op)
     return Planned([], down(call, h, *chosen, op=op), topk_weights)
 
@@ -140,7 +150,13 @@ def _run(op: str, call: Call, x: Tensor, operands: tuple[Any, ...], how: tuple[A
     return y
 
 
+def _op(call: Call) -> str:
+    """The kernel of a call that one of the two serves."""
+    rows = call.x.shape[0]
+    return GROUPED if rows > MOST_UNSORTED and _why_not_linear(call, rows) else LINEAR
+
+
 def names(call: Call, of_triton: tuple[str, ...]) -> tuple[str, ...]:
     """The names of Triton's launches, with the kernel that replaces its GEMM."""
-    op = LINEAR if call.x.shape[0] <= MOST_UNSORTED or _is_linear(call) else GROUPED
+    op = _op(call)
     return tuple(op if name == "_expert_linear_kernel" else name for name in of_triton)

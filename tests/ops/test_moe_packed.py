@@ -84,7 +84,7 @@ def choose(tokens: int, most: int = EXPERTS) -> Tensor:
 @pytest.mark.parametrize("how", [CLAMPED, PLAIN], ids=["pairs", "halves"])
 def test_both_layers_by_either_kernel(form: str, tokens: int, how: tuple[Any, ...]) -> None:
     torch.manual_seed(tokens)
-    kernels, columns, inner = csrc_kernels(), 576 if form != "int4_g128" else 640, 128
+    kernels, columns, inner = csrc_kernels(), 832 if form != "int4_g128" else 896, 768
     gate_up, down = Held.draw(form, 2 * inner, columns), Held.draw(form, 192, inner)
     ids = choose(tokens, EXPERTS - 1)  # the last has no rows
     of_slot, order, offsets = ids.flatten().long(), *sort(ids)
@@ -106,7 +106,7 @@ def test_both_layers_by_either_kernel(form: str, tokens: int, how: tuple[Any, ..
 @pytest.mark.parametrize("tokens", [1, 3, 8])
 def test_the_norms_scale_is_applied_to_sums_and_the_sum_leaves_the_next(tokens: int) -> None:
     torch.manual_seed(tokens)
-    kernels, hidden = csrc_kernels(), 192
+    kernels, hidden = csrc_kernels(), 704
     gate_up, ids = Held.draw("mxfp4", 256, hidden), choose(tokens)
     x = (3 * torch.randn(tokens, hidden, device="cuda")).bfloat16()
     squares = x.float().square().unflatten(1, (-1, 16)).sum(2)
@@ -132,8 +132,8 @@ def test_the_norms_scale_is_applied_to_sums_and_the_sum_leaves_the_next(tokens: 
 def test_replays_follow_the_choice() -> None:
     """A graph serves any routing, however many rows an expert has."""
     torch.manual_seed(0)
-    kernels, down = csrc_kernels(), Held.draw("mxfp4", 64, 192)
-    x, ids = torch.randn(40 * TOP_K, 192, device="cuda").bfloat16(), choose(40)
+    kernels, down = csrc_kernels(), Held.draw("mxfp4", 64, 768)
+    x, ids = torch.randn(40 * TOP_K, 768, device="cuda").bfloat16(), choose(40)
     order, offsets = sort(ids)
 
     def run() -> list[Tensor]:
@@ -156,12 +156,15 @@ def test_replays_follow_the_choice() -> None:
 
 @pytest.mark.gpu
 def test_what_the_kernels_cannot_read_is_refused() -> None:
-    kernels, held, ids = csrc_kernels(), Held.draw("mxfp4", 128, 192), choose(2)
-    x = torch.randn(2, 192, device="cuda").bfloat16()
+    kernels, held, ids = csrc_kernels(), Held.draw("mxfp4", 128, 768), choose(2)
+    x = torch.randn(2, 768, device="cuda").bfloat16()
     with pytest.raises(RuntimeError, match=r"weight_scale has shape .*groups\] of float16"):
         kernels.moe_packed_linear(x, *held.operands, ids, None, TOP_K, False)
     with pytest.raises(RuntimeError, match=r"columns a multiple of 64"):
         kernels.moe_packed_linear(x[:, :128], *held.operands, ids, None, TOP_K, True)
+    small = Held.draw("mxfp4", 128, 640)
+    with pytest.raises(RuntimeError, match=r"704 columns or more"):
+        kernels.moe_packed_linear(x[:, :640], *small.operands, ids, None, TOP_K, True)
     with pytest.raises(RuntimeError, match=r"8 or fewer tokens"):
         many = choose(9)
         kernels.moe_packed_linear(x[:1].repeat(9, 1), *held.operands, many, None, TOP_K, True)
@@ -170,11 +173,12 @@ def test_what_the_kernels_cannot_read_is_refused() -> None:
 @pytest.mark.parametrize(
     ("tokens", "inner", "given", "ops"),
     [
-        (8, 128, {}, ("moe_route", LINEAR, LINEAR, "_combine_experts_kernel")),
-        (40, 128, {}, ("moe_route", "_sort_by_expert_kernel", LINEAR, LINEAR)),
+        (8, 768, {}, ("moe_route", LINEAR, LINEAR, "_combine_experts_kernel")),
+        (40, 768, {}, ("moe_route", "_sort_by_expert_kernel", LINEAR, LINEAR)),
+        (300, 768, {}, ("_route_kernel", "_sort_by_expert_kernel", GROUPED, GROUPED)),
         (300, 128, {}, ("_route_kernel", "_sort_by_expert_kernel", GROUPED, GROUPED)),
-        (8, 96, {}, ("moe_route", "_expert_linear_kernel", "_expert_linear_kernel")),
-        (8, 128, {"weight_format": "int4_zero_g32"}, ("moe_route", "_expert_linear_kernel")),
+        (8, 640, {}, ("moe_route", "_expert_linear_kernel", "_expert_linear_kernel")),
+        (8, 768, {"weight_format": "int4_zero_g32"}, ("moe_route", "_expert_linear_kernel")),
     ],
 )
 def test_the_kernels_follow_format_and_rows(
@@ -182,7 +186,7 @@ def test_the_kernels_follow_format_and_rows(
 ) -> None:
     draw = Draw(torch.bfloat16, torch.device("cpu"), torch.Generator())
     how = {"biases": True, "activation": spelled("silu", Gate(*CLAMPED)), **given}
-    args = moe_args(draw, tokens, 16, 2, 128, inner, **{"weight_format": "mxfp4", **how})
+    args = moe_args(draw, tokens, 4, 2, 704, inner, **{"weight_format": "mxfp4", **how})
     args = tuple(t.to("meta") if isinstance(t, Tensor) else t for t in args)
     runs = BY_NAME["fused_moe"].implementation("cuda").runs
     assert runs is not None
