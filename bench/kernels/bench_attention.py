@@ -1,5 +1,5 @@
-"""``paged_attention``: decode over contexts of 128 to 128k and prefill, in bf16 and FP8 KV, and
-layers with other head sizes, windows, chunks and sinks.
+"""``paged_attention``: decode over contexts of 128 to 128k, equal and mixed, and prefill, in bf16
+and FP8 KV, and layers with other head sizes, windows, chunks and sinks.
 
 SDPA reads contiguous K and V of equal lengths, which no server has: it is a bound, not a choice.
 FlashInfer and FlashAttention 3 read our pages, where they are installed.
@@ -7,7 +7,8 @@ FlashInfer and FlashAttention 3 read our pages, where they are installed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,8 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.rnn import pad_sequence
 
 from ...ops.attention.paged_attention import context_symbols
+from ..workloads import mix as draw_mix
 from .attention_rivals import Shape, rivals
 from .harness import MODELS, KernelWork, Model, benchmark_of, randn
 
@@ -63,20 +66,40 @@ OTHER_LAYERS = (
     Layer(_shaped("DeepSeek-V2-Lite", 16, 16, 192)),
     Layer(_shaped("wide heads", 8, 2, 512)),
 )
+
+
+def _of_mix(mix: str, count: int) -> tuple[int, ...]:
+    """Contexts of requests of a mix, each somewhere within its output."""
+    rng = random.Random(1)
+    return tuple(
+        len(work.prompt_token_ids) + int(rng.random() * work.output_len)
+        for work in draw_mix(mix, count, 2)
+    )
+
+
+MIXED = {
+    "32 of chat": _of_mix("chat", 32),
+    "64 of chat": _of_mix("chat", 64),
+    "256 of chat": _of_mix("chat", 256),
+    "256 of decode-heavy": _of_mix("decode-heavy", 256),
+    "8,000 beside 63 x 200": (8000, *[200] * 63),
+    "3,000 beside 255 x 200": (3000, *[200] * 255),
+}
 OTHER_SHAPES = (("decode", 1, 1, 4096), ("decode", 64, 1, 4096), ("prefill", 1, 2048, 2048))
 
 
 def make(
     layer: Layer,
     dtype: torch.dtype,
-    num_seqs: int,
+    contexts: Sequence[int],
     queries: int,
-    context: int,
     device: torch.device,
 ) -> tuple[Any, ...]:
-    model, num_blocks = layer.model, -(-context // BLOCK_SIZE)
+    """Arguments of a call: a sequence for each of ``contexts``, of which each has ``queries``."""
+    model, num_seqs = layer.model, len(contexts)
+    counts = [-(-context // BLOCK_SIZE) for context in contexts]
     cache = randn(
-        num_seqs * num_blocks,
+        sum(counts),
         2,
         BLOCK_SIZE,
         model.kv_heads,
@@ -84,8 +107,9 @@ def make(
         device=device,
         dtype=dtype,
     )
-    table = torch.randperm(num_seqs * num_blocks, device=device).int().view(num_seqs, num_blocks)
-    lengths = torch.full((num_seqs,), context, device=device, dtype=torch.int32)
+    blocks = torch.randperm(sum(counts), device=device).int().split(counts)
+    table = pad_sequence(blocks, batch_first=True)
+    lengths = torch.tensor(contexts, device=device, dtype=torch.int32)
     starts = queries * torch.arange(num_seqs + 1, device=device, dtype=torch.int32)
     q = randn(num_seqs * queries, model.heads, model.head_dim, device=device)
     scale = model.head_dim**-0.5
@@ -112,11 +136,12 @@ LIBRARIES = {
 }
 
 
-def _libraries(layer: Layer, dtype: torch.dtype) -> dict[str, Any]:
-    """Those that compute the same layer."""
+def _libraries(layer: Layer, dtype: torch.dtype, is_equal: bool) -> dict[str, Any]:
+    """Those that compute the same layer; ``is_equal``: all contexts have one length."""
     head_dim = layer.model.head_dim
     others = rivals(Shape(dtype, head_dim, layer.window, layer.chunk, layer.sinks))
-    if layer.window or layer.chunk or layer.sinks or dtype != torch.bfloat16 or head_dim > 256:
+    differs = layer.window or layer.chunk or layer.sinks or not is_equal
+    if differs or dtype != torch.bfloat16 or head_dim > 256:
         return {**others}
     bounds = LIBRARIES if head_dim <= 128 else {"sdpa-flash": LIBRARIES["sdpa-flash"]}
     return {**bounds, **others}
@@ -130,22 +155,30 @@ def works() -> Iterator[KernelWork]:
             for kind, b, queries, context in shapes:
                 token_bytes = 2 * model.kv_heads * model.head_dim * dtype.itemsize
                 if b * context * token_bytes <= MOST_KV_BYTES:
-                    yield work(Layer(model), kind, kv, b, queries, context)
-    yield work(Layer(SMALL), "prefill", "bf16 KV", 1, 128, 128)
+                    yield equal_work(Layer(model), kind, kv, b, queries, context)
+            for name, contexts in MIXED.items():
+                yield work(Layer(model), f"decode, {kv}, {name}", kv, contexts, 1)
+    yield equal_work(Layer(SMALL), "prefill", "bf16 KV", 1, 128, 128)
     for layer in OTHER_LAYERS:
         for kind, b, queries, context in OTHER_SHAPES:
-            yield work(layer, kind, "bf16 KV", b, queries, context)
+            yield equal_work(layer, kind, "bf16 KV", b, queries, context)
 
 
-def work(layer: Layer, kind: str, kv: str, num_seqs: int, queries: int, context: int) -> KernelWork:
+def equal_work(
+    layer: Layer, kind: str, kv: str, num_seqs: int, queries: int, context: int
+) -> KernelWork:
+    what = f"{kind}, {kv}, b={num_seqs}, context {context}"
+    return work(layer, what, kv, (context,) * num_seqs, queries)
+
+
+def work(layer: Layer, what: str, kv: str, contexts: Sequence[int], queries: int) -> KernelWork:
     dtype = KV_DTYPES[kv]
-    lengths = [queries] * num_seqs, [context] * num_seqs
     return KernelWork(
         "paged_attention",
-        f"{layer.name} {kind}, {kv}, b={num_seqs}, context {context}",
-        partial(make, layer, dtype, num_seqs, queries, context),
-        context_symbols(*lengths, layer.window, layer.chunk),
-        _libraries(layer, dtype),
+        f"{layer.name} {what}",
+        partial(make, layer, dtype, contexts, queries),
+        context_symbols([queries] * len(contexts), contexts, layer.window, layer.chunk),
+        _libraries(layer, dtype, len(set(contexts)) == 1),
     )
 
 

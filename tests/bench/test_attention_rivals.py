@@ -108,7 +108,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rival_computes_what_the_op_computes(
     num_seqs: int, queries: int, context: int, window: int
 ) -> None:
-    args = make(Layer(SMALL, window), BF16, num_seqs, queries, context, torch.device("cpu"))
+    args = make(Layer(SMALL, window), BF16, [context] * num_seqs, queries, torch.device("cpu"))
     BY_NAME["paged_attention"].reference(*args)
     found = rivals(Shape(BF16, 64, window))
     assert [*found] == ["flashinfer", "flash-attn-3"]
