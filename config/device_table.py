@@ -29,9 +29,9 @@ _FP8 = ("fp8 tensor", "fp8 token", "fp8 block")
 _RANKS = ("2 ranks", "4 ranks", "8 ranks")
 ROWS: Mapping[str, tuple[str, ...]] = {
     "stream": ("bfloat16", *_FP8, "fp8 weight", "fp8 block weight", "sum 2 ranks"),
-    "cluster": ("bfloat16",),
+    "cluster": ("bfloat16", "fp8 tensor", "fp8 token"),
     "packed": ("4 bits",),
-    "persistent": ("bfloat16",),
+    "persistent": ("bfloat16", "fp8 tensor", "fp8 token"),
     "tiled": (*_FP8, "4 bits", "8 bits"),
     "push": (*_RANKS, *(f"twice {ranks}" for ranks in _RANKS)),
     "in turn": ("2 ranks",),

@@ -1,5 +1,5 @@
 """``linear`` in bfloat16, FP8 and formats of few bits at each layer of each model, against cuBLAS;
-in bfloat16 also against cuBLASLt's fastest algorithm, CUTLASS and Inductor.
+in bfloat16 and FP8 also against cuBLASLt's fastest algorithm, in bfloat16 CUTLASS and Inductor.
 
 For weights of few bits the library's way is to write out their numbers, then to multiply: at which
 rows it is faster is where the table should leave the words.  Where csrc reads a format, Triton's
@@ -21,7 +21,7 @@ from ...ops.launches.quant import GROUP
 from ...ops.linear.formats import dtype_of
 from ...ops.linear.kernels import LOW_BIT, LOW_BIT_ONCE
 from .fusion import InductorFusion
-from .gemm_rivals import RIVALS, cutlass_mixed
+from .gemm_rivals import RIVALS, cublaslt, cutlass_mixed
 from .harness import MODELS, TOKENS, KernelWork, Model, benchmark_of, randn
 
 ROWS = sorted({*TOKENS, 17, 512, 8192})
@@ -119,13 +119,13 @@ def works_of_bf16() -> Iterator[KernelWork]:
 
 
 def works_of_fp8() -> Iterator[KernelWork]:
-    cublas = {"cublas": BY_NAME["linear"].overload("scaled_mm")}
+    rivals = {"cublas": BY_NAME["linear"].overload("scaled_mm"), "cublaslt measured": cublaslt}
     for (n, k), name in distinct().items():
         for rows in TOKENS:
             for scheme in ("static", "token", "block"):
                 make_args = partial(make_fp8, scheme, rows, n, k)
                 label = f"{name}, {rows} rows, FP8 {scheme}"
-                yield KernelWork("linear", label, make_args, {}, cublas)
+                yield KernelWork("linear", label, make_args, {}, rivals)
 
 
 def works() -> Iterator[KernelWork]:

@@ -1,4 +1,4 @@
-"""The libraries' GEMMs that linear layers of bfloat16 are timed against.
+"""The libraries' GEMMs that linear layers of bfloat16, and of FP8 cuBLASLt's, are timed against.
 
 A rival is called with the arguments of ``linear``.  At the first call of a shape it measures its
 kernels there, and then runs the fastest: of cuBLASLt's algorithms, by the search that writes device
@@ -27,10 +27,11 @@ import torch
 from torch import Tensor
 
 from ...compiler.lowering.tune_library import graph_time, is_right, problem, screened
+from ...config.device_table import OPERANDS
 from ...config.folders import user_path
 from ...config.weight_format import STORED_FORMATS
 from ...ops.core.launch import run_launches
-from ...ops.linear.desc import LinearArgs
+from ...ops.linear.desc import LinearArgs, format_of
 from ...ops.linear.formats import dequantize, quantize
 from ...ops.linear.kernels import plan_epilogue
 
@@ -194,8 +195,8 @@ def _rotated(gemm: Gemm, x: Tensor, weights: Weights, i: int) -> Tensor:
 
 
 def _copies(n: int, k: int) -> int:
-    """Copies of a weight that take turns, so that none is in L2."""
-    return min(_MOST_COPIES, max(2, _POOL_BYTES // (2 * n * k)))
+    """Copies of a weight that take turns, so that none is in L2, were it of bfloat16 or FP8."""
+    return min(_MOST_COPIES, max(2, _POOL_BYTES // (n * k)))
 
 
 def _as_cutlass_reads(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,31 +205,34 @@ def _as_cutlass_reads(weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @functools.lru_cache(maxsize=8)
-def _fastest_algorithm(rows: int, n: int, k: int) -> Gemm:
-    pool = torch.randn(_copies(n, k) * n * k, device="cuda").bfloat16()
-    measured = problem(("bfloat16", n, k), rows, pool)
+def _fastest_algorithm(operands: str, rows: int, n: int, k: int) -> Callable[[LinearArgs], Tensor]:
+    if operands not in OPERANDS:
+        pytest.skip(f"cuBLASLt: its algorithms for {operands} are not searched")
+    scaled = operands != "bfloat16"
+    pool = torch.randn(_copies(n, k) * n * k, device="cuda")
+    pool = pool.to(torch.float8_e4m3fn if scaled else torch.bfloat16)
+    measured = problem((operands, n, k), rows, pool)
     finals = [a for a in screened(measured, ()) if is_right(a, measured)]
     times = {a: graph_time(partial(measured.call, a), 5) for a in finals}
     if not times:
         pytest.skip(f"cuBLASLt: no algorithm for {rows} rows by [{n}, {k}]")
     best, plan = min(times, key=times.__getitem__), measured.plan
 
-    def run(x: Tensor, weight: Tensor) -> Tensor:
-        return plan.run(x, weight, x.new_empty(x.shape[0], weight.shape[0]), best)
+    def run(call: LinearArgs) -> Tensor:
+        scales = (call.x_scale, call.weight_scale) if scaled else ()
+        y = call.x.new_empty((rows, n), dtype=torch.bfloat16)
+        return plan.run(call.x, call.weight, y, best, *scales)
 
     return run
 
 
-def _run(fastest: Callable[[int, int, int], Gemm], args: tuple[Any, ...]) -> Tensor:
-    call = LinearArgs(*args)
-    y = fastest(call.x.shape[0], *call.weight.shape)(call.x, call.weight)
-    activated: Tensor = _epilogue(y, *call.epilogue)
-    return activated
-
-
 def cublaslt(*args: Any) -> Tensor:
     """``linear`` by the fastest of cuBLASLt's algorithms as measured here."""
-    return _run(_fastest_algorithm, args)
+    call = LinearArgs(*args)
+    operands = format_of(call.x, call.weight, call.x_scale, call.weight_scale).name
+    fastest = _fastest_algorithm(operands, call.x.shape[0], *call.weight.shape)
+    activated: Tensor = _epilogue(fastest(call), *call.epilogue)
+    return activated
 
 
 def cutlass(*args: Any) -> Tensor:
@@ -236,7 +240,10 @@ def cutlass(*args: Any) -> Tensor:
     they cannot be built."""
     if reason := why_no_cutlass():
         pytest.skip(reason)
-    return _run(_fastest_cutlass, args)
+    call = LinearArgs(*args)
+    y = _fastest_cutlass(call.x.shape[0], *call.weight.shape)(call.x, call.weight)
+    activated: Tensor = _epilogue(y, *call.epilogue)
+    return activated
 
 
 _prepared: dict[int, tuple[Tensor, ...]] = {}

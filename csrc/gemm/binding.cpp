@@ -176,49 +176,76 @@ Tensor skinny_linear(const Tensor& x, const Tensor& weight, const std::optional<
   return y;
 }
 
-Tensor cluster_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  SkinnyLinearArgs args = describe(kCluster, x, ScalarType::BFloat16, weight, ScalarType::BFloat16,
-                                   Epilogue::kLinear, kMaxClusterTokens);
-  if (args.out_features % 8 != 0 || args.out_features > kMaxClusterFeatures ||
-      args.in_features < kMinClusterDepth) {
-    fail(kCluster, "weight has shape ", shape_of(weight), ", expected a multiple of 8 rows up to ",
-         kMaxClusterFeatures, ", and ", kMinClusterDepth, " in_features or more");
+// Describes a layer of bfloat16 or, with both scales, of FP8, whose result is bfloat16.
+Layer describe_many(const char* op, const Tensor& x, const Tensor& weight,
+                    const std::optional<Tensor>& x_scale, const std::optional<Tensor>& weight_scale,
+                    Epilogue epilogue, int64_t max_tokens) {
+  if (x_scale.has_value() != weight_scale.has_value()) {
+    fail(op, "one of x_scale and weight_scale is given, expected both or none");
   }
-  add_bias(kCluster, args, bias, ScalarType::BFloat16, x);
+  const ScalarType held = x_scale ? ScalarType::Float8_e4m3fn : ScalarType::BFloat16;
+  Layer layer = {describe(op, x, held, weight, held, epilogue, max_tokens), Operands::kBf16};
+  if (x_scale) {
+    layer.operands = Operands::kFp8;
+    if (add_scales(op, layer.args, x, *x_scale, weight, *weight_scale)) {
+      fail(op, "scales of blocks, expected one for all, or one a token and a row");
+    }
+  }
+  return layer;
+}
+
+// Calls `launch(args, operands, programmatic, stream)` for a result of bfloat16.
+template <typename Launch>
+Tensor run_many(const char* op, Layer& layer, const Tensor& x, const Tensor& weight,
+                const std::optional<Tensor>& bias, const Launch& launch) {
+  SkinnyLinearArgs& args = layer.args;
+  add_bias(op, args, bias, ScalarType::BFloat16, x);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const Tensor y = empty({args.num_tokens, args.out_features}, dtype_of(x), x);
+  const Tensor y = empty({args.num_tokens, args.out_features}, aoti_torch_dtype_bfloat16(), x);
   args.y = y.data_ptr();
-  run(kCluster, args, x, weight, [&](bool programmatic, cudaStream_t stream) {
-    return launch_cluster_linear(args, programmatic, stream);
+  run(op, args, x, weight, [&](bool programmatic, cudaStream_t stream) {
+    return launch(args, layer.operands, programmatic, stream);
   });
   return y;
 }
 
+Tensor cluster_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                      const std::optional<Tensor>& x_scale,
+                      const std::optional<Tensor>& weight_scale) {
+  Layer layer = describe_many(kCluster, x, weight, x_scale, weight_scale, Epilogue::kLinear,
+                              kMaxClusterTokens);
+  const int least = kMinClusterLines * kLineBytes / static_cast<int>(weight.element_size());
+  const SkinnyLinearArgs& args = layer.args;
+  if (args.out_features % 8 != 0 || args.out_features > kMaxClusterFeatures ||
+      args.in_features < least) {
+    fail(kCluster, "weight has shape ", shape_of(weight), ", expected a multiple of 8 rows up to ",
+         kMaxClusterFeatures, ", and ", least, " in_features or more");
+  }
+  return run_many(kCluster, layer, x, weight, bias, launch_cluster_linear);
+}
+
 Tensor persistent_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                         const std::string& activation) {
-  SkinnyLinearArgs args =
-      describe(kPersistent, x, ScalarType::BFloat16, weight, ScalarType::BFloat16,
-               epilogue_of(kPersistent, activation), kMaxPersistentTokens);
-  if (!args.gated() || args.out_features % 8 != 0) {
+                         const std::string& activation, const std::optional<Tensor>& x_scale,
+                         const std::optional<Tensor>& weight_scale) {
+  Layer layer = describe_many(kPersistent, x, weight, x_scale, weight_scale,
+                              epilogue_of(kPersistent, activation), kMaxPersistentTokens);
+  if (!layer.args.gated() || layer.args.out_features % 8 != 0) {
     fail(kPersistent, "weight has shape ", shape_of(weight), " and activation is '", activation,
          "', expected a multiple of 8 outputs, and 'silu' or 'gelu_tanh'");
   }
-  add_bias(kPersistent, args, bias, ScalarType::BFloat16, x);
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const Tensor y = empty({args.num_tokens, args.out_features}, dtype_of(x), x);
-  args.y = y.data_ptr();
-  run(kPersistent, args, x, weight, [&](bool programmatic, cudaStream_t stream) {
-    return launch_persistent_linear(args, programmatic, stream);
-  });
-  return y;
+  return run_many(kPersistent, layer, x, weight, bias, launch_persistent_linear);
 }
 
 }  // namespace
 }  // namespace fusewright::gemm
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fw_cuda, m) {
-  m.def("cluster_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
-  m.def("persistent_linear(Tensor x, Tensor weight, Tensor? bias, str activation) -> Tensor");
+  m.def(
+      "cluster_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? x_scale=None, "
+      "Tensor? weight_scale=None) -> Tensor");
+  m.def(
+      "persistent_linear(Tensor x, Tensor weight, Tensor? bias, str activation, "
+      "Tensor? x_scale=None, Tensor? weight_scale=None) -> Tensor");
   m.def(
       "skinny_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? x_scale=None, "
       "Tensor? weight_scale=None, ScalarType? out_dtype=None, str? activation=None, "

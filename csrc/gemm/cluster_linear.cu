@@ -14,9 +14,8 @@ static_assert(kMaxClusterFeatures == kClustersAtOnce[2] * kMostTileRows);
 
 // Chooses the plan with the least bytes a block, of those with one round. Tokens come from L2, and
 // count half. Blocks without a cluster cannot send, not even to themselves.
-ClusterPlan plan_cluster(int out_features, int in_features) {
+ClusterPlan plan_cluster(int out_features, int lines) {
   constexpr int kCountedTokens = kMaxClusterTokens / 2;
-  const int lines = in_features / kLineElements;
   ClusterPlan best = {};
   int least = 0;
   for (int splits = 2; splits <= std::min(kMostClusterSplits, lines); ++splits) {
@@ -32,11 +31,12 @@ ClusterPlan plan_cluster(int out_features, int in_features) {
   return best;
 }
 
-template <int kTokens>
+template <Operands kOperands, int kTokens>
 cudaError_t run(const SkinnyLinearArgs& args, bool programmatic, cudaStream_t stream) {
-  using T = ClusterTile<kTokens>;
-  ClusterPlan plan = plan_cluster(args.out_features, args.in_features);
-  const int lines = (args.in_features / kLineElements + plan.splits - 1) / plan.splits;
+  using T = ClusterTile<kOperands, kTokens>;
+  using Format = std::conditional_t<T::kFp8, Fp8, Bf16>;
+  ClusterPlan plan = plan_cluster(args.out_features, args.in_features / T::kLine);
+  const int lines = (args.in_features / T::kLine + plan.splits - 1) / plan.splits;
   const int inbox = (plan.rows / kUnitRows + plan.splits - 1) * T::kUnitBytes;
   const int stage = plan.rows * kLineBytes + T::kXBytes, fixed = kAtomBytes + inbox;
   plan.stages = std::min({lines, kMostStages, (T::kMostBytes - fixed) / stage});
@@ -44,11 +44,12 @@ cudaError_t run(const SkinnyLinearArgs& args, bool programmatic, cudaStream_t st
   const int bytes = std::max(fixed + plan.stages * stage, kAtomBytes + (plan.stages - 1) * stage +
                                                               kComputeGroups * 64 * kLineBytes);
   CUtensorMap weight_map, x_map;
-  cudaError_t error = describe_matrix<Bf16>(&weight_map, args.weight, args.out_features,
-                                            args.in_features, args.weight_row_stride, plan.rows, 1);
+  cudaError_t error =
+      describe_matrix<Format>(&weight_map, args.weight, args.out_features, args.in_features,
+                              args.weight_row_stride, plan.rows, 1);
   if (error != cudaSuccess) return error;
-  error = describe_matrix<Bf16>(&x_map, args.x, args.num_tokens, args.in_features,
-                                args.x_row_stride, kTokens, 1);
+  error = describe_matrix<Format>(&x_map, args.x, args.num_tokens, args.in_features,
+                                  args.x_row_stride, kTokens, 1);
   if (error != cudaSuccess) return error;
   constexpr auto kKernel = cluster_linear_kernel<T>;
   error = allow_shared_memory<kKernel>(T::kMostBytes);
@@ -59,14 +60,27 @@ cudaError_t run(const SkinnyLinearArgs& args, bool programmatic, cudaStream_t st
   return cudaLaunchKernelEx(&config.config, kKernel, weight_map, x_map, args, plan);
 }
 
+template <Operands kOperands>
+cudaError_t run_tokens(const SkinnyLinearArgs& args, bool programmatic, cudaStream_t stream) {
+  if (args.num_tokens <= 16) return run<kOperands, 16>(args, programmatic, stream);
+  if (args.num_tokens <= 32) return run<kOperands, 32>(args, programmatic, stream);
+  if (args.num_tokens <= kMaxClusterTokens)
+    return run<kOperands, kMaxClusterTokens>(args, programmatic, stream);
+  return cudaErrorInvalidValue;
+}
+
 }  // namespace
 
-cudaError_t launch_cluster_linear(const SkinnyLinearArgs& args, bool programmatic,
-                                  cudaStream_t stream) {
-  if (args.num_tokens <= 16) return run<16>(args, programmatic, stream);
-  if (args.num_tokens <= 32) return run<32>(args, programmatic, stream);
-  if (args.num_tokens <= kMaxClusterTokens) return run<64>(args, programmatic, stream);
-  return cudaErrorInvalidValue;
+cudaError_t launch_cluster_linear(const SkinnyLinearArgs& args, Operands operands,
+                                  bool programmatic, cudaStream_t stream) {
+  switch (operands) {
+    case Operands::kBf16:
+      return run_tokens<Operands::kBf16>(args, programmatic, stream);
+    case Operands::kFp8:
+      return run_tokens<Operands::kFp8>(args, programmatic, stream);
+    default:
+      return cudaErrorInvalidValue;
+  }
 }
 
 }  // namespace fusewright::gemm

@@ -1,5 +1,5 @@
-// A linear layer for some tokens: y[m, n] = sum_k x[m, k] * weight[n, k] + bias[n], of bfloat16
-// with float sums, rounded once.
+// A linear layer for some tokens: y[m, n] = sum_k x[m, k] * weight[n, k] + bias[n], of bfloat16 or
+// FP8 with float sums, rounded once.
 //
 // Limit: the bytes of the weight, of which a multiprocessor has 100 to 200 KB to read. So a call
 // takes a few microseconds behind the kernel before. What it takes to keep these few:
@@ -20,6 +20,7 @@
 #include "../common/numbers.cuh"
 #include "../common/wgmma.cuh"
 #include "async_copy.cuh"
+#include "fp8_mma.cuh"
 #include "skinny.h"
 
 namespace fusewright::gemm {
@@ -27,7 +28,6 @@ namespace fusewright::gemm {
 constexpr int kComputeGroups = 2;
 constexpr int kComputeThreads = kComputeGroups * kWarpgroupThreads;
 constexpr int kClusterThreads = kComputeThreads + 32;  // and a warp that copies
-constexpr int kLineElements = kLineBytes / 2;
 
 // A tile has up to this many rows of the weight, 64 for each warpgroup, whose MMAs also multiply
 // what lies behind the last. A unit is eight rows for all tokens, the share of sums that a block
@@ -36,23 +36,30 @@ constexpr int kUnitRows = 8;
 constexpr int kMostTileRows = 112;
 constexpr int kMostUnits = kMostTileRows / kUnitRows;
 constexpr int kMostClusterSplits = 8;
+constexpr int kStoreBarrier = 1;  // named barrier
 // More lines of the weight ahead would be in the way of those of x.
 constexpr int kMostStages = 10;
 
 // Shared memory holds a ring of stages, a line of the weight and one of x each, and an inbox for
 // sums.
-template <int kTokens_>
+template <Operands kOperandsOf, int kTokensOf>
 struct ClusterTile {
-  static constexpr int kTokens = kTokens_;
-  static constexpr int kXBytes = kTokens * kLineBytes;  // of a stage
+  static constexpr Operands kOperands = kOperandsOf;
+  static constexpr bool kFp8 = kOperands != Operands::kBf16;
+  static constexpr int kTokens = kTokensOf;
+  static constexpr int kLine = kFp8 ? kLineBytes : kLineBytes / 2;  // elements of a line
+  static constexpr int kXBytes = kTokens * kLineBytes;              // of a stage
   // Two units, which a quarter of a warp reads at once, lie 64 bytes apart modulo the banks.
   static constexpr int kUnitBytes = kTokens * kUnitRows * 4 + 64;
-  static constexpr int kMostBytes = 226 * 1024;  // of dynamic shared memory
+  static constexpr int kMostBytes = (kFp8 ? 225 : 226) * 1024;  // of dynamic shared memory
 };
 
+template <typename T>
 struct ClusterShared {
   uint64_t full[kMostStages], empty[kMostStages];
   Inbox inbox;
+  // FP8: of all tokens, and of the rows that the block owns.
+  float x_scales[T::kFp8 ? T::kTokens : 1], weight_scales[T::kFp8 ? kMostTileRows : 1];
 };
 
 // Says what a block computes: a tile's rows of the weight from `row` on, over some lines of K; and
@@ -61,13 +68,12 @@ struct ClusterShare {
   int rank, splits, rows, units, stages;
   int row, first_line, num_lines, first_unit, num_units;
 
-  __device__ ClusterShare(const ClusterPlan& plan, int in_features)
+  __device__ ClusterShare(const ClusterPlan& plan, int lines)
       : rank(block_rank()),
         splits(plan.splits),
         rows(plan.rows),
         units(plan.rows / kUnitRows),
         stages(plan.stages) {
-    const int lines = in_features / kLineElements;
     row = blockIdx.x / splits * rows;
     first_line = rank * lines / splits;
     num_lines = (rank + 1) * lines / splits - first_line;
@@ -100,7 +106,7 @@ struct ClusterMemory {
 template <typename T>
 struct ClusterCopier {
   const CUtensorMap &weight_map, &x_map;
-  ClusterShared& shared;
+  ClusterShared<T>& shared;
   const ClusterShare& share;
   const ClusterMemory<T>& memory;
 
@@ -150,7 +156,7 @@ struct ClusterCopier {
 
 // Multiplies a warpgroup's 64 rows over the block's lines.
 template <typename T>
-__device__ __forceinline__ void multiply_lines(ClusterShared& shared, const ClusterShare& share,
+__device__ __forceinline__ void multiply_lines(ClusterShared<T>& shared, const ClusterShare& share,
                                                const ClusterMemory<T>& memory, int group,
                                                float (&sums)[T::kTokens / 2]) {
   int stage = 0, previous = 0;
@@ -183,6 +189,98 @@ __device__ __forceinline__ void multiply_lines(ClusterShared& shared, const Clus
   pin(sums);
 }
 
+// The same of FP8. Tensor cores keep 14 bits of a sum of its products, so the sums of each line are
+// added up here in float32, while the next line is multiplied.
+template <typename T>
+struct ClusterFp8 {
+  static constexpr int kCount = T::kTokens / 2;
+  ClusterShared<T>& shared;
+  const ClusterShare& share;
+  const ClusterMemory<T>& memory;
+  int group;
+  int stage = 0, previous = 0;
+  uint32_t parity = 0;
+
+  // Starts to multiply the next line.
+  __device__ __forceinline__ void start(float (&part)[kCount]) {
+    barrier_wait(shared_address(&shared.full[stage]), parity);
+    const int rows = memory.weights + stage * memory.stage_bytes + group * 64 * kLineBytes;
+    const int tokens = memory.x + stage * memory.stage_bytes;
+    const uint32_t a = uniform(static_cast<int>(low_word(rows, 0)));
+    const uint32_t b = uniform(static_cast<int>(low_word(tokens, 0)));
+    pin(part);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kLineBytes; k += 32) {
+      multiply_fp8(part, operand<kAtomBytes>(a, k), operand<kAtomBytes>(b, k), k == 0);
+    }
+    wgmma_commit_group();
+    if (++stage == share.stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+
+  // Adds up the first line that has not been: all but kPending have been multiplied.
+  template <int kPending>
+  __device__ __forceinline__ void add(float (&part)[kCount], float (&sums)[kCount]) {
+    wgmma_wait_group<kPending>();
+    pin(part);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&shared.empty[previous]));
+    if (++previous == share.stages) previous = 0;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sums[i] += part[i];
+  }
+
+  // Goes through the lines of a tile that has no rows for this warpgroup.
+  __device__ __forceinline__ void pass() {
+    for (int line = 0; line < share.num_lines; ++line) {
+      barrier_wait(shared_address(&shared.full[stage]), parity);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&shared.empty[stage]));
+      if (++stage == share.stages) {
+        stage = 0;
+        parity ^= 1;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void multiply_lines(float (&sums)[kCount]) {
+#pragma unroll
+    for (float& sum : sums) sum = 0.0f;
+    if (group * 64 >= share.rows) return pass();
+    float even[kCount], odd[kCount];
+    start(even);
+    int line = 1;
+    for (; line + 1 < share.num_lines; line += 2) {
+      start(odd);
+      add<1>(even, sums);
+      start(even);
+      add<1>(odd, sums);
+    }
+    if (line < share.num_lines) {
+      start(odd);
+      add<1>(even, sums);
+      add<0>(odd, sums);
+    } else {
+      add<0>(even, sums);
+    }
+  }
+};
+
+// Copies the scales of all tokens, and of the rows of the weight that the block owns.
+template <typename T>
+__device__ __forceinline__ void copy_scales(const SkinnyLinearArgs& args, ClusterShared<T>& shared,
+                                            const ClusterShare& share) {
+  const int at = threadIdx.x, row = share.row + share.first_unit * kUnitRows + at;
+  if (at < share.num_units * kUnitRows && row < args.out_features) {
+    shared.weight_scales[at] = args.weight_scale[row * args.weight_scale_stride];
+  }
+  wait_for_previous();
+  if (at < args.num_tokens) shared.x_scales[at] = args.x_scale[at * args.x_scale_stride];
+}
+
 // Sends a warp's sums, two units of [tokens, 8 rows], to their owners. It works out where to before
 // there are sums.
 template <typename T>
@@ -190,7 +288,7 @@ struct ClusterSender {
   int units;  // how many of the two are there
   uint32_t to[2], counted[2];
 
-  __device__ ClusterSender(ClusterShared& shared, uint32_t inbox, const ClusterShare& share,
+  __device__ ClusterSender(ClusterShared<T>& shared, uint32_t inbox, const ClusterShare& share,
                            int warp)
       : units(min(share.units - 2 * warp, 2)) {
     // Two neighbouring rows, of the thread's even or odd tokens.
@@ -233,8 +331,9 @@ __device__ __forceinline__ float4 load_shared_floats(uint32_t address) {
 // Adds up the sums of this block's units, in order of rank, and stores them. Four threads have four
 // rows each of two units, for a token.
 template <typename T>
-__device__ __forceinline__ void store_sums(const SkinnyLinearArgs& args, const ClusterShare& share,
-                                           uint32_t inbox) {
+__device__ __forceinline__ void store_sums(const SkinnyLinearArgs& args,
+                                           const ClusterShared<T>& shared,
+                                           const ClusterShare& share, uint32_t inbox) {
   const int quad = threadIdx.x % 4;
   for (int token = threadIdx.x / 4; token < args.num_tokens; token += kComputeThreads / 4) {
     for (int unit = quad / 2; unit < share.num_units; unit += 2) {
@@ -246,6 +345,12 @@ __device__ __forceinline__ void store_sums(const SkinnyLinearArgs& args, const C
       for (int from = 0; from < share.splits; ++from) {
         const float4 v = load_shared_floats(at + from * share.num_units * T::kUnitBytes);
         total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
+      }
+      if constexpr (T::kFp8) {
+        const float* w = shared.weight_scales + unit * kUnitRows + quad % 2 * 4;
+        const float of_x = shared.x_scales[token];
+        total.x *= of_x * w[0], total.y *= of_x * w[1];
+        total.z *= of_x * w[2], total.w *= of_x * w[3];
       }
       if (args.bias) {
         const uint2 v =
@@ -267,8 +372,8 @@ __global__ void __launch_bounds__(kClusterThreads, 1)
                           const __grid_constant__ CUtensorMap x_map,
                           const __grid_constant__ SkinnyLinearArgs args, ClusterPlan plan) {
   extern __shared__ __align__(1024) uint8_t memory[];
-  __shared__ ClusterShared shared;
-  const ClusterShare share(plan, args.in_features);
+  __shared__ ClusterShared<T> shared;
+  const ClusterShare share(plan, args.in_features / T::kLine);
   const ClusterMemory<T> places(memory, share);
   const ClusterCopier<T> copier{weight_map, x_map, shared, share, places};
   if (threadIdx.x == kComputeThreads) copier.begin();
@@ -289,11 +394,19 @@ __global__ void __launch_bounds__(kClusterThreads, 1)
   }
   const ClusterSender<T> sender(shared, places.inbox, share, warp);
   float sums[T::kTokens / 2];
-  multiply_lines<T>(shared, share, places, warp / 4, sums);
+  if constexpr (T::kFp8) {
+    copy_scales<T>(args, shared, share);
+    ClusterFp8<T>{shared, share, places, warp / 4}.multiply_lines(sums);
+  } else {
+    multiply_lines<T>(shared, share, places, warp / 4, sums);
+  }
   cluster_wait();  // every block's inbox is ready
   sender.send(sums);
+  if constexpr (T::kFp8) {
+    asm volatile("bar.sync %0, %1;" ::"n"(kStoreBarrier), "n"(kComputeThreads) : "memory");
+  }
   shared.inbox.wait(0);
-  store_sums<T>(args, share, places.inbox);
+  store_sums<T>(args, shared, share, places.inbox);
 }
 
 }  // namespace fusewright::gemm

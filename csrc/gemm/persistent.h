@@ -12,10 +12,13 @@ namespace fusewright::gemm {
 
 constexpr int kMaxPersistentTokens = 1 << 24;
 
-// Runs a layer of bfloat16 with the epilogue kSiluMul or kGeluTanhMul, for up to
-// kMaxPersistentTokens; out_features is a multiple of 8, in_features of 64
-// (persistent_linear.cuh).
-cudaError_t launch_persistent_linear(const SkinnyLinearArgs& args, bool programmatic,
-                                     cudaStream_t stream);
+// Runs a layer of kBf16 or kFp8 with the epilogue kSiluMul or kGeluTanhMul and results of bfloat16,
+// for up to kMaxPersistentTokens; out_features is a multiple of 8 (persistent_linear.cuh).
+cudaError_t launch_persistent_linear(const SkinnyLinearArgs& args, Operands operands,
+                                     bool programmatic, cudaStream_t stream);
+
+// The same of FP8 alone.
+cudaError_t launch_persistent_fp8(const SkinnyLinearArgs& args, bool programmatic,
+                                  cudaStream_t stream);
 
 }  // namespace fusewright::gemm

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../common/numbers.cuh"
-#include "persistent_tile.cuh"
+#include "persistent_scales.cuh"
 
 namespace fusewright::gemm {
 
@@ -30,6 +30,11 @@ struct PersistentComputer {
   __device__ __forceinline__ int first_row() const { return T::kShareRows ? group * kMmaRows : 0; }
   __device__ __forceinline__ int first_weight_row() const {
     return T::kShareRows ? 0 : group * T::kGroupWeightRows;
+  }
+
+  // The first output of this warpgroup in a tile.
+  __device__ __forceinline__ int first_output() const {
+    return T::kShareRows ? 0 : group * T::kGroupOutputs;
   }
 
   __device__ __forceinline__ void start_step(bool fresh) {
@@ -79,6 +84,65 @@ struct PersistentComputer {
     release(previous);
   }
 
+  // This thread has the sums of this row of x, and of the one 8 behind it. Rows behind the last are
+  // taken to be the last.
+  __device__ __forceinline__ int own_row(const PersistentItem& item, int lower) const {
+    const int row = item.row + first_row() + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    return min(row + 8 * lower, args.num_tokens - 1);
+  }
+
+  // Starts to multiply a step of FP8 with the rows of the weight from `first` on.
+  __device__ __forceinline__ void start_part(float (&part)[T::kPart], int first) {
+    const int to = ring + at.stage * T::kStageBytes;
+    const uint32_t word = uniform(static_cast<int>(low_word(to, 0)));
+    const int rows = first_row() * kLineBytes;
+    const int weight_rows = T::kXBytes + (first_weight_row() + first) * kLineBytes;
+    pin(part);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kLineBytes; k += 32) {
+      multiply_fp8(part, operand<kAtomBytes>(word + (rows >> 4), k),
+                   operand<kAtomBytes>(word + (weight_rows >> 4), k), k == 0);
+    }
+    wgmma_commit_group();
+  }
+
+  // Tensor cores keep 14 bits of a sum of FP8 products, so the sums of each step are added up here
+  // in float32. One warpgroup adds while the other multiplies.
+  __device__ __forceinline__ void compute_fp8(const PersistentItem& item, int steps) {
+    const PersistentScales<T> scales(args, item.column + first_output(), own_row(item, 0),
+                                     own_row(item, 1));
+#pragma unroll
+    for (float& sum : sums) sum = 0.0f;
+    for (int step = 0; step < steps; ++step) {
+      wait();
+#pragma unroll
+      for (int first = 0; first < T::kSums; first += T::kPart) {
+        float part[T::kPart];
+        start_part(part, 2 * first);
+        wgmma_wait_group<0>();
+        pin(part);
+        if (first + T::kPart == T::kSums) release(at.stage);
+#pragma unroll
+        for (int i = 0; i < T::kPart; ++i) sums[first + i] += part[i];
+      }
+      at.advance();
+    }
+    scale_sums(scales);
+  }
+
+  // Multiplies by the scales of rows of x and of the weight.
+  __device__ __forceinline__ void scale_sums(const PersistentScales<T>& scales) {
+    float* of_weight = shared.weight_scales[group];
+    scales.share(of_weight, group);
+#pragma unroll
+    for (int i = 0; i < T::kSums; i += 4) {
+      const float2 w = *reinterpret_cast<const float2*>(of_weight + 2 * i + threadIdx.x % 4 * 2);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sums[i + j] *= scales.x[j / 2] * (j % 2 ? w.y : w.x);
+    }
+  }
+
   // Adds the bias of two neighbouring rows of the weight, and rounds.
   __device__ __forceinline__ uint32_t rounded(int index, const __nv_bfloat16* bias) const {
     float2 pair = {sums[index], sums[index + 1]};
@@ -122,7 +186,7 @@ struct PersistentComputer {
   __device__ __forceinline__ void store(const PersistentItem& item) const {
     const int lane = threadIdx.x % 32, chunk = lane % 8;
     const int first = item.row + first_row() + threadIdx.x / 32 % 4 * kScratchRows + lane / 8;
-    const int column = item.column + (T::kShareRows ? 0 : group * T::kGroupOutputs);
+    const int column = item.column + first_output();
     const uint32_t put = scratch + lane % 16 * kLineBytes, get = scratch + lane / 8 * kLineBytes;
     auto* y = static_cast<__nv_bfloat16*>(args.y) + chunk * 8;
 #pragma unroll
@@ -152,17 +216,21 @@ struct PersistentComputer {
 
   __device__ __forceinline__ void run(const PersistentWalk<T>& walk) {
     const int tiles = walk.num_tiles();
-    if (group == 1) {
+    if (!T::kFp8 && group == 1) {
       asm volatile("bar.sync %0, %1;" ::"n"(kLeadBarrier), "n"(2 * kWarpgroupThreads) : "memory");
     }
     for (int tile = walk.first(); tile < tiles; tile += walk.stride()) {
       const PersistentItem item = walk.find(tile);
-      const bool first_tile = tile == walk.first();
+      const bool first_tile = !T::kFp8 && tile == walk.first();
       if (item.row + first_row() >= args.num_tokens) {
         pass(walk.steps, first_tile);
         continue;
       }
-      compute(walk.steps, first_tile);
+      if constexpr (T::kFp8) {
+        compute_fp8(item, walk.steps);
+      } else {
+        compute(walk.steps, first_tile);
+      }
       if (args.epilogue == Epilogue::kSiluMul) {
         store<Epilogue::kSiluMul>(item);
       } else {

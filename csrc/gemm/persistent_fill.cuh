@@ -33,13 +33,13 @@ struct PersistentFiller {
 #pragma unroll
     for (int box = 0; box < T::kBoxes; ++box) {
       const int row = item.column + box / 2 * T::kBoxRows + box % 2 * args.out_features;
-      copy_box(to + box * T::kBoxRows * kLineBytes, weight_map, step * kPersistentLine, row, full,
+      copy_box(to + box * T::kBoxRows * kLineBytes, weight_map, step * T::kLine, row, full,
                weight_policy);
     }
   }
 
   __device__ __forceinline__ void copy_x(const PersistentItem& item, int stage, int step) const {
-    copy_box(ring + stage * T::kStageBytes, x_map, step * kPersistentLine, item.row,
+    copy_box(ring + stage * T::kStageBytes, x_map, step * T::kLine, item.row,
              shared_address(&shared.full[stage]), kEvictNormal);
   }
 

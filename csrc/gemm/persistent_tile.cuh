@@ -6,6 +6,7 @@
 #include <cuda_bf16.h>
 
 #include "async_copy.cuh"
+#include "fp8_mma.cuh"
 #include "persistent.h"
 #include "persistent_mma.cuh"
 
@@ -13,9 +14,9 @@ namespace fusewright::gemm {
 
 constexpr int kPersistentThreads = 3 * kWarpgroupThreads;
 constexpr int kComputingWarps = 8;
-constexpr int kPersistentLine = kLineBytes / 2;  // in_features a step
 constexpr int kMmaRows = 64;
-constexpr int kLeadBarrier = 1;   // named barrier
+constexpr int kLeadBarrier = 1;  // named barriers: of all who compute, and of a warpgroup
+constexpr int kScaleBarrier = 2;
 constexpr int kLead = 2;          // steps by which the first computing warpgroup is ahead
 constexpr int kGroupTiles = 16;   // row tiles that are walked before the next column tile
 constexpr int kScratchRows = 16;  // of a warp's outputs, a line each
@@ -23,14 +24,18 @@ constexpr int kRingBytes = 208 * 1024;
 
 // A block computes a tile of kRows rows of x by kWeightRows rows of the weight. Its two computing
 // warpgroups share the rows of x or, if there are 64, those of the weight. A warpgroup's rows of
-// the weight are gates, then as many ups.
-template <int kTileRows, int kTileWeightRows>
+// the weight are gates, then as many ups. A step is a line of 128 bytes of each row.
+template <Operands kOperandsOf, int kTileRows, int kTileWeightRows>
 struct PersistentTile {
+  static constexpr Operands kOperands = kOperandsOf;
+  static constexpr bool kFp8 = kOperands != Operands::kBf16;
+  static constexpr int kLine = kFp8 ? kLineBytes : kLineBytes / 2;  // in_features a step
   static constexpr int kRows = kTileRows, kWeightRows = kTileWeightRows;
   static constexpr bool kShareRows = kRows == 2 * kMmaRows;
   static constexpr int kGroupWeightRows = kShareRows ? kWeightRows : kWeightRows / 2;
   static constexpr int kOutputs = kWeightRows / 2, kGroupOutputs = kGroupWeightRows / 2;
   static constexpr int kSums = kGroupWeightRows / 2;  // of a thread
+  static constexpr int kPart = kWeightRows / 4;       // of them, added up at once if of FP8
   static constexpr int kBoxes = kShareRows ? 2 : 4;
   static constexpr int kBoxRows = kWeightRows / kBoxes;
   static constexpr int kXBytes = kRows * kLineBytes, kWeightBytes = kWeightRows * kLineBytes;
@@ -49,6 +54,7 @@ struct PersistentTile {
 template <typename T>
 struct PersistentShared {
   uint64_t full[T::kStages], empty[T::kStages];
+  float weight_scales[2][T::kFp8 ? T::kGroupWeightRows : 1];
 };
 
 template <int kStages>
@@ -77,7 +83,7 @@ struct PersistentWalk {
   __device__ PersistentWalk(const SkinnyLinearArgs& args)
       : row_tiles((args.num_tokens + T::kRows - 1) / T::kRows),
         column_tiles((args.out_features + T::kOutputs - 1) / T::kOutputs),
-        steps(args.in_features / kPersistentLine) {}
+        steps(args.in_features / T::kLine) {}
 
   __device__ __forceinline__ int num_tiles() const { return row_tiles * column_tiles; }
   __device__ __forceinline__ int first() const { return static_cast<int>(blockIdx.x); }

@@ -18,7 +18,7 @@ constexpr int kMaxWideTokens = 8;      // in bfloat16, for a weight of FP8 or fo
 constexpr int kMaxPackedTokens = 256;  // for a weight of kInt4 or kMxFp4
 constexpr int kMaxClusterTokens = 64;
 constexpr int kMaxClusterFeatures = 112 * 66;  // in one round of clusters
-constexpr int kMinClusterDepth = 128;          // in_features: a line for each of two blocks
+constexpr int kMinClusterLines = 2;            // of 128 bytes: one for each of two blocks
 constexpr int kConsumerWarps = 4;
 
 // A stage holds 512 bytes of each row, as kConsumerWarps lines of 128 bytes, the width of the
@@ -137,11 +137,11 @@ struct ClusterPlan {
   int rows, splits, stages;
 };
 
-// Runs a layer of bfloat16 with the epilogue kLinear, up to kMaxClusterTokens, kMinClusterDepth
-// in_features or more, and a multiple of 8 out_features up to kMaxClusterFeatures
-// (cluster_linear.cuh).
-cudaError_t launch_cluster_linear(const SkinnyLinearArgs& args, bool programmatic,
-                                  cudaStream_t stream);
+// Runs a layer of kBf16 or kFp8 with the epilogue kLinear and results of bfloat16, up to
+// kMaxClusterTokens, rows of kMinClusterLines or more, and a multiple of 8 out_features up to
+// kMaxClusterFeatures (cluster_linear.cuh).
+cudaError_t launch_cluster_linear(const SkinnyLinearArgs& args, Operands operands,
+                                  bool programmatic, cudaStream_t stream);
 
 // As launch_skinny_linear with the epilogue kAdd and operands of bfloat16, with a sum over ranks in
 // it: each rank pushes its sums to the others from the block that has them, and adds up those of

@@ -29,6 +29,7 @@ from ..linear.kernels import LIBRARY as LIBRARY_LINEAR
 from ..linear.linear import OP as LINEAR, describe_op
 from .cases import cases
 from .experts import STREAM_EXPERTS, SUM_OF_CSRC, SUM_OF_TRITON
+from .gated import GATED
 from .kernels import LONE, OVERLAP, STREAM, ChainKernel, Step, cover, lay, no_launches, part_at
 from .lowbit import LOW_BIT, PACKED
 from .rows import ROWS
@@ -47,7 +48,7 @@ class Way:
 
 
 CUDA = Way(
-    (STREAM_EXPERTS, STREAM, PACKED, LOW_BIT, OVERLAP, SUM_OF_CSRC, ROWS, LONE),
+    (STREAM_EXPERTS, STREAM, PACKED, LOW_BIT, OVERLAP, SUM_OF_CSRC, ROWS, GATED, LONE),
     ("cuda", "skinny", "triton"),
 )
 LIBRARY = Way((SUM_OF_TRITON, LOW_BIT, ROWS), ("library", "triton"))
@@ -258,7 +259,8 @@ def _names(*args: Any, way: Way) -> tuple[str, ...]:
             of = f"chain {' > '.join(s.kind for s in call.chain.stages[step.start : step.stop])}"
             launched = step.kernel.names(part_at(call, step.start, step.stop, state))
             names += [KernelName(Choice(of, Kernel(name), step.refused)) for name in launched]
-            state = _in_turn(call, step._replace(plain=True), state, by_fake)
+            plain = not step.kernel.quantizes
+            state = _in_turn(call, step._replace(plain=plain), state, by_fake)
     return tuple(names)
 
 
@@ -316,7 +318,7 @@ def _cuda_supports(desc: OpDesc) -> str:
     one_row = _call_of(desc, 1, lambda fact: fact)
     one_row = one_row._replace(x=_one_row(one_row.x), residual=_one_row(one_row.residual))
     steps = lay(one_row, Target.of(desc), CUDA.kernels)
-    joined = any(step.kernel not in (None, SUM_OF_CSRC, ROWS, LONE) for step in steps)
+    joined = any(step.kernel not in (None, SUM_OF_CSRC, ROWS, GATED, LONE) for step in steps)
     # Around experts that csrc does not compute, its kernels still stream the layers.
     of_experts = any(isinstance(stage, Experts) for stage in one_row.chain.stages)
     if joined or "cuda" in chosen or (of_experts and "skinny" in chosen):

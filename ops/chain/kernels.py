@@ -60,6 +60,7 @@ class ChainKernel:
         names: the kernels that it launches.
         launches: of Triton, with the state that they lead to.
         span: how many of a chain's first stages it computes, where ``patterns`` are examples.
+        quantizes: whether x and its result are quantized as between stages in turn.
     """
 
     name: str
@@ -70,6 +71,7 @@ class ChainKernel:
     names: Callable[[Part], tuple[str, ...]]
     launches: Callable[[Part], Launches[State] | None] = no_launches
     span: Callable[[tuple[Stage, ...]], int] = lambda stages: 0
+    quantizes: bool = False
 
 
 class Step(NamedTuple):
@@ -348,9 +350,10 @@ def lay(call: Call, target: Target, kernels: tuple[ChainKernel, ...]) -> list[St
                 break
             if length > 1:
                 refused.setdefault(kernel.name, reason)
-        if chosen.kernel and steps and steps[-1].kernel is None:
+        joins = chosen.kernel is not None and not chosen.kernel.quantizes
+        if joins and steps and steps[-1].kernel is None:
             steps[-1] = steps[-1]._replace(plain=True)
-        is_plain = chosen.kernel is not None or (is_plain and isinstance(stages[start], Act))
+        is_plain = joins or (is_plain and isinstance(stages[start], Act))
         steps.append(chosen._replace(refused=tuple(refused.items())))
     return steps
 

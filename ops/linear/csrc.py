@@ -2,7 +2,7 @@
 
 The streaming kernel (``csrc/gemm/skinny_linear.cuh``) serves few rows, with prologue and epilogue.
 The kernel of clusters (``csrc/gemm/cluster_linear.cuh``) serves some more, and the persistent one
-(``csrc/gemm/persistent_linear.cuh``) more rows of gated layers.
+(``csrc/gemm/persistent_linear.cuh``) more rows of gated layers; both of bfloat16 and of FP8.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _STREAMED = (
     *("bfloat16", "fp8 tensor", "fp8 token", "fp8 block"),
     *("fp8 weight", "fp8 block weight"),
 )
+_MANY_ROWS = ("bfloat16", "fp8 tensor", "fp8 token")
 # Blocks of a cluster own units of so many rows of the weight; one round of them has so many rows
 # (csrc/gemm/skinny.h).
 _CLUSTER_UNIT, _MOST_CLUSTER_FEATURES = 8, 7392
@@ -80,10 +81,17 @@ def stream_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
     return target.why_no_csrc
 
 
+def _why_not_many(desc: LinearDesc) -> str:
+    """Why neither of the kernels for more rows serves a layer, or an empty string."""
+    if desc.weight_format not in _MANY_ROWS or desc.dtype != torch.bfloat16:
+        return "multiplies bfloat16, or FP8 without scales of blocks, to bfloat16"
+    return "joins no layers" if desc.groups > 1 or desc.prologue or desc.add else ""
+
+
 def _why_no_cluster(desc: LinearDesc) -> str:
     """Why the kernel of clusters serves a layer with no number of rows, or an empty string."""
-    if desc.weight_format != "bfloat16" or desc.groups > 1 or desc.prologue or desc.add:
-        return "multiplies bfloat16 and adds a bias, nothing else"
+    if reason := _why_not_many(desc):
+        return reason
     n, k = desc.out_features, desc.in_features
     if n % _CLUSTER_UNIT or n > _MOST_CLUSTER_FEATURES or _row_bytes(desc) % _LINE_BYTES:
         return (
@@ -114,8 +122,8 @@ def cluster_refuses(desc: LinearDesc, rows: int, target: Target) -> str:
 
 def _why_not_persistent(desc: LinearDesc) -> str:
     """Why the persistent kernel serves a layer with no number of rows, or an empty string."""
-    if desc.weight_format != "bfloat16" or desc.groups > 1 or desc.prologue or desc.add:
-        return "multiplies bfloat16, adds a bias and activates, nothing else"
+    if reason := _why_not_many(desc):
+        return reason
     if desc.quantize or desc.activation not in ACTIVATIONS:
         return f"serves gated layers alone ({', '.join(ACTIVATIONS)}), and quantizes nothing"
     if desc.columns % _OUTPUTS_STORED or _row_bytes(desc) % _LINE_BYTES:
@@ -166,12 +174,14 @@ def stream(*args: Any) -> Tensor | None:
     return _of_shape(torch.ops.fw_cuda.skinny_linear.default(rows, *operands, *how), call.x)
 
 
-def cluster(x: Tensor, weight: Tensor, bias: Tensor | None, *_: Any) -> Tensor | None:
+def cluster(*args: Any) -> Tensor | None:
     """The sums of a call of ``linear``; None if the copies cannot read the operands."""
-    rows = streamable(x, weight)
+    call = LinearArgs(*args)
+    rows = streamable(call.x, call.weight)
     if rows is None:
         return None
-    return _of_shape(torch.ops.fw_cuda.cluster_linear.default(rows, weight, bias), x)
+    how = (call.weight, call.bias, call.x_scale, call.weight_scale)
+    return _of_shape(torch.ops.fw_cuda.cluster_linear.default(rows, *how), call.x)
 
 
 def persistent(*args: Any) -> Tensor | None:
@@ -181,5 +191,5 @@ def persistent(*args: Any) -> Tensor | None:
     rows = streamable(call.x, call.weight)
     if rows is None:
         return None
-    how = (call.weight, call.bias, call.activation)
+    how = (call.weight, call.bias, call.activation, call.x_scale, call.weight_scale)
     return _of_shape(torch.ops.fw_cuda.persistent_linear.default(rows, *how), call.x)

@@ -164,6 +164,19 @@ def test_more_rows_run_as_without_a_chain(scheme: str, rows: int) -> None:
     assert len(alone) >= 6
 
 
+@pytest.mark.parametrize("rows", [9, 128])
+def test_gated_fp8_layers_activate_where_they_multiply(rows: int) -> None:
+    """One launch less reads gates and ups; the stages around the layer run as without it."""
+    op, args = CHAIN.implementation("cuda"), decoder_layer(rows, "token")
+    names = [*op.runs(*args)]  # type: ignore[misc]
+    at = names.index("persistent_linear")
+    assert names[at - 1 : at + 2] == ["_norm_quant_kernel", "persistent_linear", "_quant_kernel"]
+    assert len(names) == 8 and names.count("_quant_kernel") == 2
+    planned, _ = op.launches(*args)  # type: ignore[misc]
+    behind = [x for x in planned if x.kernel == "quant:_quant_kernel" and x.args["width"] == 14336]
+    assert {launch.constexprs["ACTIVATION"] for launch in behind} == {"none"}
+
+
 def test_each_layer_behind_a_kernel_that_cannot_read_has_its_own_implementation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,0 +1,86 @@
+"""The chain kernel of gated FP8 layers: csrc multiplies and activates, Triton quantizes.
+
+It reads x as the stage before has quantized it, and hands on a quantized result, so that all stages
+around it run as without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..core.launch import Launches, run_all
+from ..core.target import Target
+from ..launches.quant import quantize
+from ..linear.csrc import streamable
+from ..linear.desc import LinearDesc
+from ..linear.kernels import PERSISTENT, STREAM
+from .kernels import ChainKernel, Part
+from .stages import Act, Linear, State
+
+
+def _never(stages: tuple[Any, ...]) -> str:
+    layer, act = stages
+    if layer.group_size is None or act.group_size is None:
+        return "the layer or what follows its activation is not FP8"
+    if layer.group_size or act.group_size:
+        return "reads no scales of blocks"
+    if layer.weight_format is not None:
+        return f"reads no weights in {layer.weight_format}"
+    return "" if layer.activation is None else "the layer has an activation of its own"
+
+
+def _described(part: Part) -> LinearDesc:
+    (_, act), operands = part.stages, part.operands[0]
+    return LinearDesc(
+        "fp8 token",
+        part.state.total.dtype,
+        *operands["weight"].shape,
+        bias=operands.get("bias") is not None,
+        activation=act.activation,
+    )
+
+
+def _refuses(part: Part, target: Target) -> str:
+    desc = _described(part)
+    if reason := PERSISTENT.refuses(desc, part.rows, target):
+        return reason
+    streams = not STREAM.refuses(replace(desc, activation=""), part.rows, target)
+    return f"{part.rows} rows: {STREAM.name} is faster" if streams else ""
+
+
+def _quantized(part: Part, y: Any) -> Launches[State]:
+    launches, (x, scale) = quantize(y, part.stages[1].group_size)
+    return launches, part.state._replace(x=x, scale=scale)
+
+
+def _launches(part: Part) -> Launches[State]:
+    total, desc = part.state.total, _described(part)
+    return _quantized(part, total.new_empty((part.rows, desc.columns)))
+
+
+def _run(part: Part) -> State | None:
+    (_, act), operands, state = part.stages, part.operands[0], part.state
+    x = streamable(state.x, operands["weight"])
+    if x is None or state.scale is None:
+        return None
+    weight, bias = operands["weight"], operands.get("bias")
+    scales = (state.scale, operands["weight_scale"])
+    y = torch.ops.fw_cuda.persistent_linear.default(x, weight, bias, act.activation, *scales)
+    launches, made = _quantized(part, y)
+    run_all(launches)
+    return made
+
+
+GATED = ChainKernel(
+    "a gated kernel, a quantizing one",
+    ((Linear, Act),),
+    _never,
+    _refuses,
+    _run,
+    lambda part: (PERSISTENT.name, "_quant_kernel"),
+    _launches,
+    quantizes=True,
+)
