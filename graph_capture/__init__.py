@@ -6,12 +6,13 @@ recording backend runs the same code on a machine without a GPU.
 """
 
 from .backend import CudaGraphs, GraphBackend, RecordingGraphs, make_backend
-from .buffers import HostRing, StepBuffers
+from .buffers import IN_TURN, HostRing, StepBuffers
 from .capture import Graphs
 from .dispatch import Dispatch, Dispatcher, GraphKind
 from .memory import CaptureMemoryError, MemoryReport, say_free
 
 __all__ = [
+    "IN_TURN",
     "CaptureMemoryError",
     "CudaGraphs",
     "Dispatch",

@@ -20,7 +20,7 @@ from .backend import borrowed
 
 _ALIGNED = 32
 """The device's rows of fields begin at multiples of so many words, 128 bytes."""
-_IN_TURN = 3
+IN_TURN = 3
 """The two steps that may be in flight when the next is written, and that one."""
 _MOST_LAYOUTS = 1024
 """Sizes of steps are few where graphs are captured, and any elsewhere."""
@@ -51,18 +51,18 @@ class HostInputs:
 
 
 class HostRing:
-    """A ring of pinned int32 memories, one for each step in flight, as the host and as the device
-    see them.
+    """A ring of ``in_turn`` pinned int32 memories, one for each step in flight, as the host and as the
+    device see them.
 
     The ring may be freed while a step is in flight: its memory is not handed out again before the
     streams that used it have finished what was enqueued by then.
     """
 
-    def __init__(self, device: torch.device, size: int) -> None:
+    def __init__(self, device: torch.device, size: int, in_turn: int = IN_TURN) -> None:
         pinned = device.type == "cuda"
         host = [
             torch.zeros(size, dtype=torch.int32, device="cpu", pin_memory=pinned)
-            for _ in range(_IN_TURN)
+            for _ in range(in_turn)
         ]
         self._ring = [(memory, borrowed(memory, device)) for memory in host]
         self._turn = 0
@@ -74,7 +74,7 @@ class HostRing:
         seen = self._ring[0][1]
         if seen.is_cuda:
             self._hold_for(torch._C._cuda_getCurrentRawStream(seen.get_device()))
-        self._turn = (self._turn + 1) % _IN_TURN
+        self._turn = (self._turn + 1) % len(self._ring)
         return self._ring[self._turn]
 
     def _hold_for(self, stream: int) -> None:
@@ -91,7 +91,8 @@ class StepBuffers:
 
     On the device, fields lie as rows of three int32 tensors: of tokens (without ``FEED``), of
     sequences and boundaries, and tables [max_seqs, number of tables, max_blocks].  ``hidden``
-    [max_tokens, hidden_size] is filled by the pipeline stage before, where there is one.
+    [max_tokens, hidden_size] is filled by the pipeline stage before, where there is one.  ``in_turn``
+    steps may have been written and not begun.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class StepBuffers:
         max_blocks: int,
         schema: StepSchema = STEP,
         hidden: Tensor | None = None,
+        in_turn: int = IN_TURN,
     ) -> None:
         self.max_tokens, self.max_seqs, self.max_blocks = max_tokens, max_seqs, max_blocks
         self.schema = schema
@@ -123,7 +125,7 @@ class StepBuffers:
             self._views[field.name] = self._tables[:, number]
         self._carried = {} if hidden is None else {HIDDEN: hidden}
         self._views |= self._carried
-        self._host = HostRing(device, schema.packed_size(max_tokens, max_seqs, max_blocks))
+        self._host = HostRing(device, schema.packed_size(max_tokens, max_seqs, max_blocks), in_turn)
         self._layouts: dict[tuple[int, int, int], HostInputs] = {}
 
     @property

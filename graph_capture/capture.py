@@ -98,6 +98,17 @@ class Graphs:
                 graphs += _BYTES_A_GRAPH * sum(runs)
         return self.pool_bytes + graphs
 
+    def predict_captures(self, count: int, runs: int) -> int:
+        """Predict what ``count`` results of ``capture`` take beside the pool, each of so many
+        ``runs`` of the program."""
+        a_graph = _BYTES_A_GRAPH + runs * _BYTES_A_STEP * len(self.program.steps)
+        return count * a_graph if self.are_captured else 0
+
+    @property
+    def are_captured(self) -> bool:
+        """Whether anything is captured at all."""
+        return self._backend is not None
+
     @property
     def num_pending(self) -> int:
         return len(self._pending)
@@ -161,6 +172,28 @@ class Graphs:
         else:
             pieces = _capture_piecewise(program, inputs, self._backend)
             self._piecewise[size.num_tokens] = pieces
+
+    def capture(self, fn: Callable[[], None]) -> Replay:
+        """Capture what runs the program several times, into the same pool.  It has run before.
+
+        Raises:
+            CaptureMemoryError: the device has no room for it.
+        """
+        assert self._backend is not None
+
+        def run() -> Sequence[Any]:
+            fn()
+            return []
+
+        before = self._outside_bytes()
+        try:
+            _, replay = self._backend.capture(run)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise CaptureMemoryError("a graph of several runs", self.buffers.device) from error
+        self._grown += self._outside_bytes() - before
+        return replay
 
     def release(self) -> None:
         """Drop all graphs, none of which can be replayed any more."""

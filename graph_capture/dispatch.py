@@ -64,13 +64,13 @@ class Dispatcher:
     """
 
     def __init__(self, mode: CudagraphMode, sizes: tuple[int, ...], max_num_seqs: int) -> None:
-        self._decode_sizes: tuple[int, ...] = ()
+        self.decode_sizes: tuple[int, ...] = ()
         self._mixed_sizes: tuple[int, ...] = ()
         self._prompt_sizes: tuple[int, ...] = ()
         self.piecewise_sizes = sizes if mode.piecewise else ()
         self._max_num_seqs = max_num_seqs
         if mode.full_decode:
-            self._decode_sizes = tuple(s for s in sizes if s <= max_num_seqs)
+            self.decode_sizes = tuple(s for s in sizes if s <= max_num_seqs)
         if mode is CudagraphMode.FULL:
             self._mixed_sizes = sizes
         if mode is CudagraphMode.FULL_AND_PIECEWISE:
@@ -82,7 +82,7 @@ class Dispatcher:
     @property
     def full_sizes(self) -> list[tuple[int, int]]:
         """(tokens, sequences) of every FULL graph but those of ``prompt_sizes``."""
-        decode = [(size, size) for size in self._decode_sizes]
+        decode = [(size, size) for size in self.decode_sizes]
         return decode + [(size, self._mixed_seqs(size)) for size in self._mixed_sizes]
 
     @property
@@ -109,7 +109,7 @@ class Dispatcher:
         kind, step = GraphKind.NONE, "decode" if decode else "mixed"
         single = num_seqs == 1 and not decode
         uniform = 0
-        if decode and (size := _round_up(num_seqs, self._decode_sizes)):
+        if decode and (size := _round_up(num_seqs, self.decode_sizes)):
             kind, num_tokens, num_seqs, uniform = GraphKind.FULL, size, size, 1
         elif single and (size := _round_up(num_tokens, self._prompt_sizes)):
             kind, num_tokens = GraphKind.FULL, size
@@ -123,7 +123,7 @@ class Dispatcher:
         return Dispatch(kind, num_tokens, num_seqs, uniform)
 
     def _count_outside(self, step: str, num_tokens: int) -> None:
-        own = self._decode_sizes if step == "decode" else ()
+        own = self.decode_sizes if step == "decode" else ()
         largest = max((*own, *self._mixed_sizes, *self.piecewise_sizes), default=0)
         if not largest:
             return  # the mode has no graphs for such steps

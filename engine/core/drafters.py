@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...config import UserError
-from ...config.speculative import LOOKUP_METHODS, SpeculativeConfig
+from ...config.speculative import SpeculativeConfig
 from ..messages.draft_run import DraftRun
 from .drafting.model_drafter import ModelDrafter
 from .drafting.policy import DraftPolicy
@@ -37,8 +37,6 @@ _DRAFTERS: dict[str, Callable[[SpeculativeConfig, DraftRun | None], Drafter]] = 
     "mtp": _model,
 }
 """Method -> its drafter; ``config.speculative.METHODS`` has the same names."""
-_ON_DEVICE = LOOKUP_METHODS
-"""Methods whose drafts the worker makes (``engine/worker/drafts/state.py``)."""
 _FLAT_ROWS = 190
 """Rows up to which a step takes as long as one of one row, until times are measured: on an H200 the
 products then take as long as reading the weights (docs/scheduling.md#how-prompts-are-split)."""
@@ -81,7 +79,8 @@ def make_drafts(
         most,
         policy,
         vocab_size,
-        on_device=on_device and config.method in _ON_DEVICE,
+        on_device=on_device,
         is_replayed=bool(config.acceptance),
         remembers=config.prompt_lookup_max if remembers else 0,
+        planner=drafter if on_device and isinstance(drafter, ModelDrafter) else None,
     )

@@ -23,9 +23,10 @@ from msgspec import structs
 
 from ...config.step_fields import NOT_DRAFTED
 from ..messages.draft_stats import DraftStats
-from ..messages.step import Batch, EndedOutput, StepResult
+from ..messages.step import Batch, DraftPasses, EndedOutput, StepResult
 from .batch import IN_PLACE, NO_DRAFT, ON_DEVICE, Drafted, ScheduledRequest, ScheduledStep
-from .drafting.seams import Always, Drafter, Policy
+from .drafting.parts import make_room, parts_of
+from .drafting.seams import Always, Drafter, Planner, Policy
 from .kv_blocks import BlockPool
 from .prefix_cache import salt_of
 from .request import Request
@@ -72,6 +73,7 @@ class Drafts:
         is_replayed: the worker judges drafts by chance, for measurements.
         remembers: the worker looks for drafts in outputs of requests that have ended, too, each
             with so many last tokens of its prompt; 0: it does not.
+        planner: the drafter, if the worker drafts in passes of a model.
     """
 
     def __init__(
@@ -84,12 +86,14 @@ class Drafts:
         on_device: bool = False,
         is_replayed: bool = False,
         remembers: int = 0,
+        planner: Planner | None = None,
     ) -> None:
         self._drafter: Drafter | None = drafter
         self.on_device, self._is_replayed = on_device, is_replayed
         self.policy = policy or Always(most)
         self.most, self._vocab_size, self._method = most, vocab_size, drafter.method
         self._remembers, self._ended = remembers, list[EndedOutput]()
+        self._planner, self._limit, self._has_passes = planner, 0, False
         self._num_in_flight = 0  # steps with drafts of the host
         self._most_now, self._most_of = 0, dict[str, int]()
         self._num_steps = self._num_tokens = 0
@@ -100,7 +104,7 @@ class Drafts:
     def begin(self, running: Collection[Request], limit: int) -> None:
         """A step of ``running`` requests is about to be scheduled, in which one may have up to
         ``limit`` drafts."""
-        self._most_now, self._most_of = 0, {}
+        self._most_now, self._most_of, self._limit = 0, {}, limit
         if self._drafter is None:
             return
         counts = Counter(class_of(each) for each in running if not why_none(each))
@@ -116,7 +120,7 @@ class Drafts:
     def holds(self, request: Request) -> bool:
         """Whether a decode waits for the step in flight, so that it can have drafts behind it."""
         is_free = not (request.num_in_flight or self._num_in_flight)
-        is_free |= self.on_device and not request.needs_host
+        is_free |= self._is_followed(request)
         if is_free or not self._most_now or self._drafter is None or why_none(request):
             return False
         most = self._most_for(request)
@@ -130,6 +134,18 @@ class Drafts:
         if not wants:
             self.policy.observe_drafts(class_of(request), most, 0, 0)
         return wants
+
+    def _most_of_device(self, request: Request) -> int:
+        return 0 if request.needs_host or why_none(request) else self._most_for(request)
+
+    def _is_followed(self, request: Request) -> bool:
+        """Whether the device drafts for a request as its tokens come."""
+        if not self.on_device or request.needs_host:
+            return False
+        return self._planner is None or self._planner.follows(request)
+
+    def _num_made(self, request: Request) -> int:
+        return self.most if self._planner is None else self._planner.num_made(request)
 
     def add(
         self, decodes: list[ScheduledRequest], room: int, pool: BlockPool, margin: int
@@ -184,6 +200,8 @@ class Drafts:
         if self.on_device and not request.needs_host:
             if entry.start < request.placed_from:
                 return False
+            if not self._num_made(request):
+                return False
         elif request.num_known_tokens != entry.start + 1:
             return False
         if not self._most_for(request) and not why_none(request):
@@ -212,7 +230,7 @@ class Drafts:
                 raise ValueError(f"{len(guesses)} proposals for {len(free)} requests")
             rest = iter(guesses)
             proposals = [
-                [ON_DEVICE] * self._most_now
+                [ON_DEVICE] * min(self._most_now, self._num_made(each))
                 if on_device
                 else [*(next(rest) if each.matcher is None else each.matcher.drafts)]
                 for each, on_device in zip(requests, ahead, strict=True)
@@ -233,6 +251,26 @@ class Drafts:
             drafts[: min(self._most_for(request), _room(request))]
             for drafts, request in zip(proposals, requests, strict=True)
         ]
+
+    def plan(
+        self,
+        entries: Sequence[ScheduledRequest],
+        drafted: Sequence[Drafted],
+        pool: BlockPool,
+        margin: int,
+    ) -> DraftPasses | None:
+        """The passes of a draft model behind a step; see ``parts_of`` and ``make_room``."""
+        if self._planner is None:
+            return None
+        if not self._most_of:  # none of them ran before this step
+            self.begin([entry.request for entry in entries], self._limit)
+        try:
+            parts = parts_of(entries, drafted, self._most_of_device)
+            make_room(parts, self._planner, self._most_now, pool, margin)
+            return self._planner.plan(parts, self._most_now)
+        except Exception as error:
+            self._switch_off(error)
+            return None
 
     def ask(self, request: Request) -> None:
         """Ask the grammar of a request, with its next mask, which drafts may come: those that it
@@ -316,7 +354,7 @@ class Drafts:
 
     def _switch_off(self, error: Exception) -> None:
         """No request has drafts any more."""
-        self._drafter, self._most_now = None, 0
+        self._drafter, self._planner, self._most_now = None, None, 0
         self._error = f"{type(error).__name__}: {error}"
         _log.error(
             "the drafter %s has failed and is switched off; requests go on without drafts: %s",
@@ -326,6 +364,9 @@ class Drafts:
 
     def observe_step(self, step: ScheduledStep, seconds: float, tokens: int) -> None:
         """A step took ``seconds``, from the end of the one before, and brought ``tokens``."""
+        had_passes, self._has_passes = self._has_passes, step.batch.passes is not None
+        if had_passes and not step.drafted:
+            return  # its time has that of passes, whose drafts it does not try
         if self._drafter is not None and step.batch.query_len == 1:
             depth = max((each.asked for each in step.drafted), default=0)
             self.policy.observe_step(step.batch.num_seqs, depth, seconds, tokens)

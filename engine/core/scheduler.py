@@ -15,7 +15,7 @@ from ...config import UserError
 from ...config.step_fields import NOT_DRAFTED, REJECTED
 from ..messages.requests import NewTokens, RequestLimits, StepOutputs
 from ..messages.step import StepResult
-from .batch import IN_PLACE, NO_DRAFT, Drafted, ScheduledRequest, ScheduledStep, make_batch
+from .batch import IN_PLACE, NO_DRAFT, ScheduledRequest, ScheduledStep, make_batch
 from .chunks import StepLimits
 from .drafts import Drafts
 from .kv_blocks import BlockPool, SequenceBlocks
@@ -184,15 +184,16 @@ class Scheduler:
         for request in self._set_aside:
             self.waiting.put(request)
         self._set_aside.clear()
-        if not decodes and not prefills:
+        if not (entries := decodes + prefills):
             return None
-        drafted, on_device = list[Drafted](), False
-        if drafts is not None:
-            margin, on_device = len(self.running) * len(self.pool.groups), drafts.on_device
-            drafted = drafts.add(decodes, min(budget, self._free_rows), self.pool, margin)
-        scheduled = decodes + prefills
-        batch = make_batch(scheduled, self.limits.vocab_size, device_drafts=on_device)
-        return ScheduledStep(scheduled, drafts.with_ended(batch) if drafts else batch, drafted)
+        if drafts is None:
+            return ScheduledStep(entries, make_batch(entries, self.limits.vocab_size))
+        margin = len(self.running) * len(self.pool.groups)
+        drafted = drafts.add(decodes, min(budget, self._free_rows), self.pool, margin)
+        scheduled, passes = decodes + prefills, drafts.plan(entries, drafted, self.pool, margin)
+        batch = make_batch(scheduled, self.limits.vocab_size, device_drafts=drafts.on_device)
+        batch = structs.replace(drafts.with_ended(batch), passes=passes)
+        return ScheduledStep(scheduled, batch, drafted)
 
     def cache_blocks(self) -> None:
         """Let others find the blocks that a scheduled step fills.  Call it behind the launch; where

@@ -23,6 +23,7 @@ class DraftRun:
         max_tokens: most tokens of a batch.
         epoch: how often its KV cache has been made anew, with nothing in it.
         share: bytes of its weights by those of the target, which is about what a draft takes.
+        failure: why it cannot run any more, or "".
         reads_hidden: it is a head, whose row of a token is at the position of the token before it,
             and reads the hidden state that the target has kept there.
     """
@@ -34,4 +35,5 @@ class DraftRun:
     max_model_len: int
     max_tokens: int
     share: float
+    failure: Callable[[], str]
     reads_hidden: bool = False

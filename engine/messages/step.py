@@ -87,6 +87,7 @@ class Batch(Struct, frozen=True):
             by which they are behind ``starts``, as many as drafts are in flight; -1 in other rows;
             empty if there is no such row.
         ended: outputs that have ended since the step before, where drafts are looked for in them.
+        passes: what a draft model does behind the step, on rank 0; None: nothing.
     """
 
     slots: Ints
@@ -104,6 +105,7 @@ class Batch(Struct, frozen=True):
     banned: Ints = _NO_TARGETS
     ahead: Ints = _NO_TARGETS
     ended: list[EndedOutput] = []
+    passes: DraftPasses | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -112,6 +114,25 @@ class Batch(Struct, frozen=True):
     @property
     def num_tokens(self) -> int:
         return len(self.input_ids)
+
+
+class DraftPasses(Struct, frozen=True):
+    """The passes of a draft model behind a step, which wait for no token of it.
+
+    Attributes:
+        depth: drafts that each sequence of ``drafting`` gets.
+        reading: tokens that are known to the host and that the model has not read; None: there are
+            none.
+        fresh: a row for each row of the step that samples, of sequences that are drafted for: it
+            reads what that row has sampled.  The device places it, and knows whether it counts.
+            None: there is no such sequence.
+        drafting: a row a sequence, whose token is the draft before; the device places it.
+    """
+
+    depth: int
+    reading: Batch | None = None
+    fresh: Batch | None = None
+    drafting: Batch | None = None
 
 
 class Logprobs(Struct, frozen=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec import structs
+
 from ..messages.step import Batch, PendingStep, Runner, StepResult
 from .leader import Leader
 from .link import Kind
@@ -32,7 +34,8 @@ class RanksRunner:
         self._leader, self._runner = leader, runner
 
     def launch(self, batch: Batch) -> StepOfRanks:
-        self._leader.send(Kind.STEP, batch)
+        # Rank 0 alone has a draft model.
+        self._leader.send(Kind.STEP, structs.replace(batch, passes=None) if batch.passes else batch)
         try:
             with self._leader.guard():
                 return StepOfRanks(self._leader, self._runner.launch(batch))

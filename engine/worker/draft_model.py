@@ -26,15 +26,16 @@ from torch import Tensor, UntypedStorage
 from ...compiler.run.program import Program
 from ...config import EngineOptions, Hardware, ResolvedConfig
 from ...config.speculative import LOOKUP_METHODS, SpeculativeConfig
-from ...graph_capture import Dispatcher, Graphs
+from ...graph_capture import IN_TURN, Dispatcher, Graphs
 from ...model_executor.draft_checks import check_drafter, drafter_reader
 from ...model_executor.kv_cache import kv_cache_bytes_per_block
 from ...model_executor.loader import Model, load_model
 from ...model_executor.spec import ModelSpec
 from ..messages.cache_group import CacheGroup
 from ..messages.draft_run import DraftRun
-from ..messages.step import Batch, Ints, NewSequence, PendingStep, Runner
-from .drafts.head_runner import HeadRunner, HeadSampler
+from ..messages.step import Batch, DraftPasses, Ints, NewSequence, PendingStep, Runner
+from .drafts.head_runner import DraftRunner, HeadRunner, HeadSampler
+from .drafts.passes import MOST_GRAPHS, PassRunner
 from .graph_mode import graph_mode
 from .memory import bind_kv_caches
 from .model_runner import BlockTables, LaunchedStep, ModelRunner
@@ -50,6 +51,7 @@ from .startup import (
     load_beside,
     make_graphs,
     read_model,
+    decode_buffers,
     step_buffers,
     warm_up,
 )
@@ -58,13 +60,19 @@ from .step_arguments import FED, hidden_cache_names
 from .weight_bytes import weight_bytes
 
 
+_BATCHES = 2
+"""Batches of a step that the host writes to the same inputs: ``reading`` and ``fresh``."""
+
+
 @dataclass(frozen=True)
 class DraftParts:
-    """What ``read_model`` has returned of a draft model."""
+    """What ``read_model`` has returned of a draft model, and how many tokens it drafts."""
 
     folder: Path
     spec: ModelSpec
     config: ResolvedConfig
+    most: int
+    """Drafts of a sequence in a step."""
 
 
 @dataclass(frozen=True)
@@ -129,9 +137,17 @@ def read_draft_model(
     own, read = draft_options(options, asked, config), drafter_reader(asked.method, spec)
     if asked.method != "draft_model":  # it reads and makes hidden states of the target's dtype
         own = replace(own, dtype=config.precision.dtype)
-    parts = DraftParts(*read_model(own, hardware, weights=weights, read=read))
+    folder, drafter, resolved = read_model(own, hardware, weights=weights, read=read)
+    parts = DraftParts(folder, drafter, _with_rows(resolved, config), asked.num_speculative_tokens)
     check_drafter(asked.method, parts.folder, parts.spec, spec)
     return parts
+
+
+def _with_rows(own: ResolvedConfig, target: ResolvedConfig) -> ResolvedConfig:
+    """The config of a draft model that reads all rows of a step of the target."""
+    scheduler = replace(own.scheduler, max_num_rows=target.scheduler.max_num_rows)
+    sizes = target.capture.sizes if own.capture.sizes else ()
+    return replace(own, scheduler=scheduler, capture=replace(own.capture, sizes=sizes))
 
 
 class SharedTables(BlockTables):
@@ -176,10 +192,13 @@ class DraftModel:
             self._table = OpTable(config.compile, hardware.sm)
             self._sampler, self._fed = self._make_sampler(), self._bind_fed()
             self._sampler.warm_up(spec.dtype)
-            buffers = step_buffers(spec, config, dispatcher)
+            buffers = step_buffers(spec, config, dispatcher, _BATCHES * IN_TURN)
             self.graphs: Graphs = make_graphs(program, buffers, dispatcher, config)
-            self.needs: Needs = warm_up(program, spec, config, buffers, self.graphs)
-        self._runner: ModelRunner | None = None
+            needs = warm_up(program, spec, config, buffers, self.graphs)
+            captures = self.graphs.predict_captures(MOST_GRAPHS, parts.most)
+            self.needs = Needs(needs.activations, needs.graphs + captures)
+        self._runner: DraftRunner | None = None
+        self._passes: PassRunner | None = None
         self.kv_caches: list[Tensor] = []
         self._epoch = 0
         self._copies: list[tuple[UntypedStorage, Tensor]] = []
@@ -238,6 +257,7 @@ class DraftModel:
             block_size=config.cache.block_size,
             max_model_len=config.model.max_model_len,
             max_tokens=config.scheduler.max_num_batched_tokens,
+            failure=lambda: self._failure,
             share=self.weight_bytes / max(target_bytes, 1.0),
             reads_hidden=self._parts.spec.head is not None,
         )
@@ -258,12 +278,12 @@ class DraftModel:
         self._epoch += 1
         self.kv_caches = bind_kv_caches(program, parts.spec, parts.config, num_blocks, apart=True)
 
-    def begin(self, tables: BlockTables, progress: Progress) -> None:
-        """Capture graphs, and make the runner beside the target's ``tables``."""
+    def begin(self, target: ModelRunner, progress: Progress) -> None:
+        """Capture graphs, and make the runner beside the target's."""
         spec, config = self._parts.spec, self._parts.config
         self.capture(progress)
         groups = block_groups(spec.cache_groups)
-        make: Callable[..., ModelRunner] = ModelRunner
+        make: Callable[..., DraftRunner] = DraftRunner
         if spec.head:
             head: Any = {"head": self.weights, "kept": self._target.kept, "fed": self._fed}
             make = partial(HeadRunner, **head)
@@ -274,8 +294,13 @@ class DraftModel:
             block_size=config.cache.block_size,
             groups=groups,
             repeats=spec.moe is not None,
-            tables=SharedTables(tables, self._group, groups),
+            tables=SharedTables(target.tables, self._group, groups),
         )
+        assert target.sampler.drafts is not None
+        behind, state = int(spec.head is not None), target.sampler.drafts
+        drafting = decode_buffers(spec, config)
+        self._passes = PassRunner(self._runner, drafting, state, target.buffers, behind)
+        target.draft = self.follow
 
     def capture(self, progress: Progress) -> None:
         """Capture the largest graphs, and the others too unless capture is lazy."""
@@ -290,6 +315,8 @@ class DraftModel:
         self._copies = drop_weights(self.weights, keep=keep)
         self._reads = not keep
         self.graphs.forget()
+        if self._passes is not None:
+            self._passes.forget()
         self.bind(1)
 
     def wake_weights(self) -> None:
@@ -336,6 +363,16 @@ class DraftModel:
         if flying is not None:
             tokens.append(flying.result().token_ids)
         return tokens
+
+    def follow(self, passes: DraftPasses) -> None:
+        """Launch the passes behind a step of the target, and wait for nothing.  If they fail, the
+        target's next step tries drafts that nobody has made; the core asks for ``failure`` then."""
+        if self._failure or self._passes is None:
+            return
+        try:
+            self._passes.run(passes)
+        except Exception as error:
+            self._failure = f"{type(error).__name__}: {error}"
 
 
 class DraftingRunner:

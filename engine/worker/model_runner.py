@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ...config import FEED, HIDDEN, TOKEN_IDS, slot_mapping_of
 from ...config.step_fields import ORDER
-from ...graph_capture import Dispatch, GraphKind, Graphs
+from ...graph_capture import Dispatch, GraphKind, Graphs, StepBuffers
 from ..messages.cache_group import CacheGroup
-from ..messages.step import Batch, Ints, Logprobs, StepResult
+from ..messages.step import Batch, DraftPasses, Ints, Logprobs, StepResult
 from .peers import RankGroup
 from .sampler import Sampled, Sampler
 from .sampling.op_table import OpTable
@@ -114,12 +114,19 @@ class ModelRunner:
         ranks: RankGroup | None = None,
     ) -> None:
         self._ranks, self._repeats = ranks, repeats
-        self.graphs, self.sampler, self._ops = graphs, sampler, table
-        self._buffers = buffers = graphs.buffers
+        self.graphs, self.sampler, self.ops = graphs, sampler, table
+        self.draft: Callable[[DraftPasses], None] | None = None
+        """Runs passes of a draft model behind a step, where there is one."""
+        self.buffers = buffers = graphs.buffers
         self.tables = tables or BlockTables(
             groups, block_size, buffers.max_seqs, buffers.max_blocks
         )
         self._on_gpu = sampler.last_tokens.device.type == "cuda"
+
+    @property
+    def num_groups(self) -> int:
+        """Number of block tables of a sequence."""
+        return int(self.tables.rows.shape[1])
 
     def with_graphs(self, graphs: Graphs) -> ModelRunner:
         """A runner of another program over the same buffers, block tables and sampled tokens: the
@@ -128,33 +135,49 @@ class ModelRunner:
         other.graphs = graphs
         return other
 
+    def over(self, buffers: StepBuffers) -> Self:
+        """A runner of the same program whose inputs lie elsewhere; it replays no graphs."""
+        other = copy.copy(self)
+        other.buffers = buffers
+        return other
+
     @torch.inference_mode()
     def launch(self, batch: Batch) -> LaunchedStep:
         """Enqueue one step and return without waiting for the device."""
-        self.tables.update(batch)
-        num_seqs = batch.num_seqs
-        dispatch = self.graphs.dispatcher.choose(
-            batch.num_tokens, num_seqs, query_len=batch.query_len
-        )
-        self.graphs.ensure(dispatch)
-        self._write_inputs(batch, dispatch)
-        logits = self._run_stage(dispatch, batch)
+        logits = self.forward(batch)
         sampled = Sampled(self.sampler.last_tokens, None)
         if self._ranks is None or self._ranks.rank == 0:
             self.sampler.remember(batch.ended)
             for sequence in batch.new:  # while the device computes
                 self.sampler.admit(sequence)
-            sampled = self.sampler.sample(logits, batch, self._buffers)
+            sampled = self.sampler.sample(logits, batch, self.buffers)
+        launched = self._start_readback(sampled)
+        if self.draft is not None and batch.passes is not None:
+            self.draft(batch.passes)
         if self._ranks is not None and self._ranks.stage == 0:
             self._ranks.broadcast(self.sampler.shared)
-        return self._start_readback(sampled)
+        return launched
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Enqueue the program over a batch; returns the logits, as of ``run_stage``."""
+        return self.run_stage(self.prepare(batch), batch)
+
+    def prepare(self, batch: Batch) -> Dispatch:
+        """Write a batch's inputs; returns what will run over them."""
+        self.tables.update(batch)
+        dispatch = self.graphs.dispatcher.choose(
+            batch.num_tokens, batch.num_seqs, query_len=batch.query_len
+        )
+        self.graphs.ensure(dispatch)
+        self.write_inputs(batch, dispatch)
+        return dispatch
 
     def check(self) -> None:
         """Wait for the device; raises if it can run nothing any more."""
         if self._on_gpu:
             torch.cuda.synchronize()
 
-    def _run_stage(self, dispatch: Dispatch, batch: Batch) -> Tensor:
+    def run_stage(self, dispatch: Dispatch, batch: Batch) -> Tensor:
         """Run this rank's stage between what the one before gives and what the next one needs;
         returns the logits, a row a sequence, on rank 0.  Nothing of this is within a graph, and
         only the step's own rows are sent, so each stage may choose its graphs by itself."""
@@ -163,7 +186,7 @@ class ModelRunner:
             return self._run(dispatch, num_seqs)[:num_seqs]
         stage, last = ranks.stage, ranks.num_stages - 1
         if stage > 0:
-            hidden = self._buffers.view(HIDDEN, dispatch.num_tokens)
+            hidden = self.buffers.view(HIDDEN, dispatch.num_tokens)
             ranks.receive(hidden[: batch.num_tokens], stage - 1)
             if (repeated := self._repeated(dispatch, batch)) is not None:
                 by_sequence = hidden.view(dispatch.num_seqs, dispatch.query_len, -1)
@@ -183,16 +206,16 @@ class ModelRunner:
         padded = dispatch.num_tokens
         if dispatch.kind is GraphKind.FULL:
             return self.graphs.replay_full(padded, dispatch.num_seqs)
-        views = self._buffers.views(num_tokens=padded, num_seqs=num_seqs)
+        views = self.buffers.views(num_tokens=padded, num_seqs=num_seqs)
         if dispatch.kind is GraphKind.PIECEWISE:
             return self.graphs.replay_piecewise(padded, views)
         return self.graphs.program.run(views)
 
-    def _write_inputs(self, batch: Batch, dispatch: Dispatch) -> None:
+    def write_inputs(self, batch: Batch, dispatch: Dispatch) -> None:
         """Write the static inputs, padded to the dispatched sizes.  Padding tokens are stored
         nowhere.  Padding sequences have no context and, except in uniform decode, no tokens; there
         they may repeat a sequence."""
-        buffers, padded_seqs = self._buffers, dispatch.num_seqs
+        buffers, padded_seqs = self.buffers, dispatch.num_seqs
         host = buffers.next_host(num_tokens=dispatch.num_tokens, num_seqs=padded_seqs)
         arrays, num_seqs, num_tokens = host.arrays, batch.num_seqs, batch.num_tokens
         self._write_rows(arrays, batch)
@@ -218,10 +241,10 @@ class ModelRunner:
                 arrays[name][num_seqs:] = arrays[name][repeated]
             tables[num_seqs:] = tables[repeated]
         packed = host.filled(tables.size)
-        self._ops("write_inputs", packed, self.sampler.last_tokens, *host.targets)
+        self.ops("write_inputs", packed, self.sampler.last_tokens, *host.targets)
         if len(batch.ahead) and self.sampler.drafts is not None:
-            size, num_groups = self.tables.block_size, self.tables.rows.shape[1]
-            self.sampler.drafts.place(buffers, padded_seqs, num_groups, size)
+            size = self.tables.block_size
+            self.sampler.drafts.place(buffers, padded_seqs, self.num_groups, size)
 
     def _repeated(self, dispatch: Dispatch, batch: Batch) -> int | None:
         """The sequence that padding of a decode repeats, if it is to choose no experts of its own:
@@ -235,8 +258,8 @@ class ModelRunner:
         """Write the inputs of rows and tokens, without padding."""
         num_seqs, num_tokens = batch.num_seqs, batch.num_tokens
         arrays["slots"][:num_seqs] = batch.slots
-        if self.sampler.drafts is not None:
-            arrays[ORDER][:num_seqs] = self.sampler.drafts.order_of(batch)
+        if (order := self._order_of(batch)) is not None:
+            arrays[ORDER][:num_seqs] = order
         seq_lens = np.add(batch.starts, batch.query_lens, out=arrays["seq_lens"][:num_seqs])
         arrays["query_start_loc"][0] = 0
         ends = np.cumsum(batch.query_lens, out=arrays["query_start_loc"][1 : num_seqs + 1])
@@ -249,6 +272,11 @@ class ModelRunner:
         self.tables.write_slots(arrays, slots, positions)
         arrays["input_ids"][:num_tokens] = batch.input_ids
         arrays[FEED][:num_tokens] = batch.feed_slots
+
+    def _order_of(self, batch: Batch) -> Ints | None:
+        """``config.ORDER`` of a batch's rows; None where nothing reads it."""
+        drafts = self.sampler.drafts
+        return None if drafts is None else drafts.order_of(batch)
 
     def _start_readback(self, sampled: Sampled) -> LaunchedStep:
         logprobs = None

@@ -20,6 +20,7 @@ from ..messages.step import Batch, EndedOutput, NewSequence
 from .drafts.rows import ban, seen_tokens
 from .drafts.state import DraftState
 from .sampling.op_table import OpTable
+from .sampling.requests import REQUEST, RowParameters, Rows
 
 _ALWAYS = (1 << 31) - 1
 """Longer than any sequence."""
@@ -34,65 +35,6 @@ class Sampled:
     token_ids: Tensor
     logprobs: tuple[Tensor, Tensor, Tensor, Tensor] | None
     has_drafts: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class _RowParameters:
-    """Sampling parameters of a batch on the device, one row a sequence."""
-
-    temperature: Tensor
-    top_k: Tensor | None
-    top_p: Tensor | None
-    min_p: Tensor | None
-    seeds: Tensor
-    penalty_slots: Tensor | None
-    repetition_penalty: Tensor
-    frequency_penalty: Tensor
-    presence_penalty: Tensor
-
-
-@dataclass
-class _Rows:
-    """The sampling that the requests of a batch ask for.
-
-    ``requests`` [num_seqs] of ``_REQUEST``.  ``draws``: not all of them the likeliest token.
-    ``num_logprobs``: the most that one wants, or -1.
-    """
-
-    key: tuple[int, bytes, bytes]
-    requests: npt.NDArray[Any]
-    samples: npt.NDArray[np.bool_]
-    draws: bool
-    has_min_tokens: bool
-    has_bias: bool
-    has_allowed: bool
-    num_logprobs: int
-    parameters: _RowParameters | None = None
-
-
-_REQUEST = np.dtype(
-    [
-        ("temperature", np.float32),
-        ("top_k", np.int32),
-        ("top_p", np.float32),
-        ("min_p", np.float32),
-        ("repetition_penalty", np.float32),
-        ("frequency_penalty", np.float32),
-        ("presence_penalty", np.float32),
-        ("seed", np.int64),
-        ("has_penalties", np.bool_),
-        ("likeliest", np.bool_),  # is asked for, but where it is banned
-        ("plain", np.bool_),  # nothing but the likeliest token, whatever came before
-        ("num_logprobs", np.int64),  # -1: none are wanted
-        ("num_prompt_logprobs", np.int64),  # of the likeliest, in rows that have a target
-        ("has_min_tokens", np.bool_),
-        ("has_bias", np.bool_),
-        ("has_allowed", np.bool_),
-        ("min_len", np.int64),  # of prompt and output; shorter sequences must not end
-    ],
-    align=True,
-)
-"""The facts about the request in a slot that sampling needs."""
 
 
 class Sampler:
@@ -123,7 +65,7 @@ class Sampler:
             self.shared = self.last_tokens
         # Of drafts the host reads a second part; both begin at whole lines of memory.
         self._read = HostRing(self._device, 2 * (-(-config.scheduler.max_num_rows // 32) * 32))
-        self._slots = np.zeros(self._max_num_seqs, _REQUEST)
+        self._slots = np.zeros(self._max_num_seqs, REQUEST)
         self._stop_ids: dict[int, frozenset[int]] = {}
         self._biases: dict[int, Mapping[int, float]] = {}
         self._allowed: dict[int, Tensor] = {}
@@ -131,7 +73,7 @@ class Sampler:
         self._num_admitted = 0
         self._counts: Tensor | None = None
         self._prompt_mask: Tensor | None = None
-        self._rows: _Rows | None = None
+        self._rows: Rows | None = None
         self._never = torch.tensor(-torch.inf, device=self._device)
 
     def warm_up(self, dtype: torch.dtype) -> None:
@@ -204,15 +146,10 @@ class Sampler:
             buffers: have the inputs of the step on the device; a sequence's length is the position
                 of the token being sampled.
         """
+        token_ids = self.choose(logits, batch, buffers)
         if not len(batch.targets) and self._slots["plain"][batch.slots].all():
-            return self._keep(self._ops("argmax", logits), buffers)
-        rows = self._rows_of(batch)
-        banned = self._banned(batch, rows)
-        if rows.draws or banned or rows.has_bias or rows.has_allowed or len(batch.masked_rows):
-            token_ids = self._sample(logits, batch, rows, banned, buffers)
-        else:
-            token_ids = self._ops("argmax", logits)
-        logprobs = None
+            return self._keep(token_ids, buffers)
+        rows, logprobs = self._rows_of(batch), None
         asked, num_logprobs = token_ids, rows.num_logprobs
         if len(batch.targets):
             targets = self._send(batch.targets.copy())
@@ -223,6 +160,58 @@ class Sampler:
             logprobs = self._ops("token_logprobs", logits, asked, num_logprobs)
         penalized = rows.parameters.penalty_slots if rows.parameters is not None else None
         return replace(self._keep(token_ids, buffers, penalized), logprobs=logprobs)
+
+    def choose(self, logits: Tensor, batch: Batch, buffers: StepBuffers) -> Tensor:
+        """[num_seqs] int32, the next token of every row.  Arguments are those of ``sample``."""
+        if self._slots["plain"][batch.slots].all():
+            return self.draw(logits, None, buffers)
+        rows = self._rows_of(batch)
+        banned = self._banned(batch, rows)
+        if rows.draws or banned or rows.has_bias or rows.has_allowed or len(batch.masked_rows):
+            return self._sample(logits, batch, rows, banned, buffers)
+        return self.draw(logits, None, buffers)
+
+    def common(self, batch: Batch) -> tuple[bool, RowParameters | None]:
+        """Whether ``draw`` chooses the tokens of a batch, and by which parameters; so the launches of
+        a step depend on neither the requests nor what they have sampled."""
+        if self._slots["plain"][batch.slots].all():
+            return True, None
+        rows = self._rows_of(batch)
+        if rows.has_min_tokens or rows.has_bias or rows.has_allowed or len(batch.masked_rows):
+            return False, None
+        if len(batch.banned) or bool((rows.samples & rows.requests["has_penalties"]).any()):
+            return False, None
+        if not rows.draws:
+            return True, None
+        if rows.parameters is None:
+            rows.parameters = self._upload(batch, rows)
+        return True, rows.parameters
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """Logits of the whole vocabulary, of those of the model."""
+        return logits
+
+    def draw(
+        self, logits: Tensor, parameters: RowParameters | None, buffers: StepBuffers
+    ) -> Tensor:
+        """[num_seqs] int32: the likeliest tokens, or those drawn by ``parameters``; a CUDA graph may
+        hold it."""
+        token_ids: Tensor
+        if parameters is None:
+            token_ids = self._ops("argmax", logits)
+            return token_ids
+        seq_lens = buffers.view("seq_lens", len(logits))
+        token_ids = self._ops(
+            "sample",
+            logits,
+            parameters.temperature,
+            parameters.top_k,
+            parameters.top_p,
+            parameters.min_p,
+            parameters.seeds,
+            seq_lens + self._ahead if self._ahead else seq_lens,
+        )
+        return token_ids
 
     def _keep(
         self, token_ids: Tensor, buffers: StepBuffers, penalized: Tensor | None = None
@@ -241,12 +230,12 @@ class Sampler:
             self._ops("count_tokens", token_ids, penalized, self._counts)
         return Sampled(host[:count], None, has_drafts)
 
-    def _rows_of(self, batch: Batch) -> _Rows:
+    def _rows_of(self, batch: Batch) -> Rows:
         """Collect what the requests ask for, or reuse the last rows if nobody came or went."""
         key = (self._num_admitted, batch.slots.tobytes(), batch.num_sampled.tobytes())
         if self._rows is None or self._rows.key != key:
             requests, samples = self._slots[batch.slots], batch.num_sampled > 0
-            self._rows = _Rows(
+            self._rows = Rows(
                 key=key,
                 requests=requests,
                 samples=samples,
@@ -258,7 +247,7 @@ class Sampler:
             )
         return self._rows
 
-    def _banned(self, batch: Batch, rows: _Rows) -> list[tuple[int, int, int]]:
+    def _banned(self, batch: Batch, rows: Rows) -> list[tuple[int, int, int]]:
         """(row, token id, length) of the tokens that are banned by the batch, or would end a
         sequence before it has this length."""
         banned = [(row, token_id, _ALWAYS) for row, token_id in batch.banned.tolist()]
@@ -277,13 +266,11 @@ class Sampler:
         self,
         logits: Tensor,
         batch: Batch,
-        rows: _Rows,
+        rows: Rows,
         banned: list[tuple[int, int, int]],
         buffers: StepBuffers,
     ) -> Tensor:
         seq_lens = buffers.view("seq_lens", batch.num_seqs)
-        if self._ahead:
-            seq_lens = seq_lens + self._ahead
         if rows.parameters is None:
             rows.parameters = self._upload(batch, rows)
         parameters = rows.parameters
@@ -316,23 +303,13 @@ class Sampler:
         if rows.has_allowed:
             self._keep_allowed(values, batch, rows)
         if banned and len(batch.ahead):
-            ban(values, banned, seq_lens, self._send)
+            ban(values, banned, seq_lens + self._ahead, self._send)
         elif banned:
             places = self._send([each[:2] for each in banned], torch.long)
             values.index_put_(tuple(places.unbind(1)), self._never)
-        token_ids: Tensor = self._ops(
-            "sample",
-            values,
-            parameters.temperature,
-            parameters.top_k,
-            parameters.top_p,
-            parameters.min_p,
-            parameters.seeds,
-            seq_lens,
-        )
-        return token_ids
+        return self.draw(values, parameters, buffers)
 
-    def _add_biases(self, values: Tensor, batch: Batch, rows: _Rows) -> None:
+    def _add_biases(self, values: Tensor, batch: Batch, rows: Rows) -> None:
         """Add what requests ask for to logits [num_seqs, vocab]."""
         entries = [
             (row, token_id, bias)
@@ -343,7 +320,7 @@ class Sampler:
         bias = self._send([entry[2] for entry in entries], torch.float32)
         values.index_put_(tuple(at), bias, accumulate=True)
 
-    def _keep_allowed(self, values: Tensor, batch: Batch, rows: _Rows) -> None:
+    def _keep_allowed(self, values: Tensor, batch: Batch, rows: Rows) -> None:
         """Set the logits of tokens that are not allowed to -inf; values [num_seqs, vocab]."""
         numbers = np.flatnonzero(rows.samples & rows.requests["has_allowed"])
         allowed = torch.stack([self._allowed[slot] for slot in batch.slots[numbers].tolist()])
@@ -358,7 +335,7 @@ class Sampler:
         masked = values.index_select(0, rows).masked_fill_(~allowed, -torch.inf)
         values.index_copy_(0, rows, masked)
 
-    def _upload(self, batch: Batch, rows: _Rows) -> _RowParameters:
+    def _upload(self, batch: Batch, rows: Rows) -> RowParameters:
         def column(name: str) -> Tensor:
             return self._send(rows.requests[name].copy())
 
@@ -368,7 +345,7 @@ class Sampler:
         # Rows that sample nothing yet (unfinished prefills) must not be counted as output.
         penalized = rows.samples & rows.requests["has_penalties"]
         slots = np.where(penalized, batch.slots, np.int32(-1))
-        return _RowParameters(
+        return RowParameters(
             temperature=column("temperature"),
             top_k=optional("top_k", 0),
             top_p=optional("top_p", 1.0),

@@ -26,7 +26,7 @@ from ...compiler.lowering.check_kernels import check_kernels
 from ...compiler.run.program import Program, eager_program
 from ...config import EngineOptions, Hardware, ResolvedConfig, UserError, resolve
 from ...config.speculative import HEAD_METHODS
-from ...graph_capture import Dispatcher, Graphs, StepBuffers, make_backend, say_free
+from ...graph_capture import IN_TURN, Dispatcher, Graphs, StepBuffers, make_backend, say_free
 from ...model_executor.cache_spec import LayerGroup
 from ...model_executor.captured.described import nowhere
 from ...model_executor.hf_config import model_folder, model_limits, read_spec
@@ -257,8 +257,10 @@ def block_groups(groups: Sequence[LayerGroup]) -> tuple[CacheGroup, ...]:
     return tuple(CacheGroup(spec.window, spec.kind.per_sequence) for spec in specs)
 
 
-def step_buffers(spec: ModelSpec, config: ResolvedConfig, dispatcher: Dispatcher) -> StepBuffers:
-    """Allocate the static inputs for the largest step."""
+def step_buffers(
+    spec: ModelSpec, config: ResolvedConfig, dispatcher: Dispatcher, in_turn: int = IN_TURN
+) -> StepBuffers:
+    """Allocate the static inputs for the largest step; ``in_turn`` as of ``StepBuffers``."""
     device = torch.device(config.hardware.device)
     max_tokens = config.scheduler.max_num_batched_tokens
     hidden = None
@@ -271,6 +273,21 @@ def step_buffers(spec: ModelSpec, config: ResolvedConfig, dispatcher: Dispatcher
         max_blocks=-(-config.model.max_model_len // config.cache.block_size),
         schema=schema_of(spec),
         hidden=hidden,
+        in_turn=in_turn,
+    )
+
+
+def decode_buffers(spec: ModelSpec, config: ResolvedConfig) -> StepBuffers:
+    """Allocate the static inputs of a token for each sequence."""
+    count, device = config.scheduler.max_num_seqs, torch.device(config.hardware.device)
+    hidden = torch.zeros((count, spec.hidden_size), dtype=spec.dtype, device=device)
+    return StepBuffers(
+        device,
+        max_tokens=count,
+        max_seqs=count,
+        max_blocks=-(-config.model.max_model_len // config.cache.block_size),
+        schema=schema_of(spec),
+        hidden=hidden if spec.head else None,
     )
 
 
@@ -280,6 +297,12 @@ class Needs:
 
     activations: int = 0
     graphs: int = 0
+
+
+def sum_of(needs: Sequence[Needs]) -> Needs:
+    """What programs need that run one behind the other."""
+    activations = max(each.activations for each in needs)
+    return Needs(activations, sum(each.graphs for each in needs))
 
 
 def num_kv_blocks(

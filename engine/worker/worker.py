@@ -27,6 +27,7 @@ from .startup import (
     make_graphs,
     num_kv_blocks,
     step_buffers,
+    sum_of,
     warm_up,
 )
 from .startup_report import StartupReport
@@ -84,6 +85,7 @@ class Worker:
             needs = warm_up(program, spec, config, self.buffers, self.graphs)
         with startup.phase("kv cache"):
             size, drafts = config.cache.block_size, [self.draft] if self.draft else []
+            needs = sum_of([needs, *(each.needs for each in drafts)])
             beside = sum(each.bytes_per_block(size) for each in drafts)
             blocks = num_kv_blocks(spec, config, needs, self.groups, beside)
             self.num_blocks = blocks if ranks is None else ranks.least(blocks)
@@ -116,4 +118,4 @@ class Worker:
             ranks=ranks,
         )
         if self.draft is not None:
-            self.draft.begin(self.runner.tables, progress)
+            self.draft.begin(self.runner, progress)

@@ -75,14 +75,14 @@ def test_stale_inputs_are_noticed() -> None:
     """The recording backend is no rubber stamp: a step that skips its write repeats old tokens."""
     llm = make("FULL_AND_PIECEWISE")
     runner = llm.engine.core.runner
-    run, calls = runner._ops, []
+    run, calls = runner.ops, []
 
     def sometimes(name: str, *args: Any) -> None:
         calls.append(1)
         if len(calls) % 5:
             run(name, *args)
 
-    runner._ops = sometimes
+    runner.ops = sometimes
     assert answers(llm) != [p.answer for p in PROBLEMS]
 
 

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fusewright import LLM
 from fusewright.config import UserError
 from fusewright.engine.frontend.outputs import RequestOutput
+from fusewright.engine.messages.step import DraftPasses
 from fusewright.model_executor.hf_config import model_folder
 from tests.model_executor.tiny_models import TINY_MODELS
 
@@ -92,14 +93,14 @@ def test_a_prefix_that_the_draft_model_has_read_is_not_read_again() -> None:
     it; so they have drafts at once, which are right."""
     llm = LLM("abacus", **OPTIONS, speculative_config=ITSELF)
     lengths: list[int] = []
-    drafter = llm.engine.core.scheduler.drafts._drafter  # type: ignore[attr-defined]
-    run = drafter._run
+    runner = llm.engine.runner  # type: ignore[attr-defined]
+    draft = runner.draft
 
-    def counted(passes: Any) -> Any:
-        lengths.append(max(int(batch.query_lens.max()) for batch in passes))
-        return run(passes)
+    def counted(passes: DraftPasses) -> None:
+        lengths.append(0 if passes.reading is None else int(passes.reading.query_lens.max()))
+        draft(passes)
 
-    drafter._run = counted
+    runner.draft = counted
     prefix = "12+34=46 23+45=68 34+56=90 45+67=112 56+78=134 "
     first = llm.generate(prefix + "1+1=", params(ignore_eos=True), use_tqdm=False)
     assert max(lengths) > len(prefix) // 2
@@ -117,16 +118,16 @@ def test_a_draft_model_that_fails_is_switched_off_and_no_request_ends(
 ) -> None:
     alone = LLM("abacus", **OPTIONS).generate(PROMPTS, KINDS["on and on"], use_tqdm=False)
     llm = LLM("abacus", **OPTIONS, speculative_config=ITSELF)
-    drafter = llm.engine.core.scheduler.drafts._drafter  # type: ignore[attr-defined]
-    run, calls = drafter._run, []
+    runner = llm.engine.draft._passes  # type: ignore[attr-defined]
+    run, calls = runner.run, []
 
-    def failing(passes: Any) -> Any:
+    def failing(passes: DraftPasses) -> None:
         calls.append(passes)
         if len(calls) == 3:
             raise RuntimeError("a kernel of the draft model failed")
-        return run(passes)
+        run(passes)
 
-    drafter._run = failing
+    runner.run = failing
     outputs = llm.generate(PROMPTS, KINDS["on and on"], use_tqdm=False)
     assert facts(outputs) == facts(alone)
     assert "a kernel of the draft model failed" in llm.report()["drafts"]["error"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from fusewright import LLM
 from fusewright.compiler.emit.kernels import step_sizes
 from fusewright.config import UserError
 from fusewright.engine.core.request import Request
+from fusewright.engine.messages.step import DraftPasses
 from fusewright.engine.worker.step_arguments import example
 from fusewright.model_executor.abacus.problems import held_out
 from fusewright.model_executor.draft_checks import drafter_reader
@@ -33,20 +34,33 @@ BUNDLED = {
 }
 
 
-def recorded(llm: LLM) -> list[tuple[list[int], list[int]]]:
-    """The tokens that are known at each proposal, and its drafts; filled while requests run."""
-    proposals: list[tuple[list[int], list[int]]] = []
-    drafter = llm.engine.core.scheduler.drafts._drafter  # type: ignore[attr-defined]
-    propose = drafter.propose
+class Recorded:
+    """The drafts that passes behind a step have made, with the tokens that they follow.
 
-    def proposed(requests: Sequence[Request], most: int) -> list[list[int]]:
-        known = [list(each.tokens(0, each.num_known_tokens)) for each in requests]
-        drafts: list[list[int]] = propose(requests, most)
-        proposals.extend(zip(known, drafts, strict=True))
-        return drafts
+    Iterate over it when all requests have ended; drafts behind the end of one are left out.
+    """
 
-    drafter.propose = proposed
-    return proposals
+    def __init__(self, llm: LLM) -> None:
+        self._runner: Any = llm.engine.runner  # type: ignore[attr-defined]
+        self._running = llm.engine.core.scheduler.running  # type: ignore[attr-defined]
+        self._draft, self._runner.draft = self._runner.draft, self._record
+        self._records: list[tuple[Request, int, list[int]]] = []
+
+    def _record(self, passes: DraftPasses) -> None:
+        self._draft(passes)
+        state = self._runner.sampler.drafts
+        requests = {request.slot: request for request in self._running.values()}
+        for slot in [] if passes.drafting is None else passes.drafting.slots.tolist():
+            drafts = state.drafts[: passes.depth, slot].tolist()
+            self._records.append((requests[slot], int(state.lengths[slot]), drafts))
+
+    def __iter__(self) -> Iterator[tuple[list[int], list[int]]]:
+        for request, length, drafts in self._records:
+            if length <= request.num_known_tokens:
+                yield request.tokens(0, length), drafts
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
 
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -69,7 +83,7 @@ def test_a_head_drafts_what_its_definition_says(changes: dict[str, Any], tmp_pat
     reference = Reference(weights, norm_before_residual="norm_before_residual" in changes)
     options = OPTIONS | of_target | {"block_size": 8}
     llm = LLM("abacus", **options, speculative_config=BUNDLED | {"model": head})
-    proposals = recorded(llm)
+    proposals = Recorded(llm)
     llm.generate(PROMPTS[2:4], params(ignore_eos=True, max_tokens=8), use_tqdm=False)
     assert len(proposals) >= 10
     for known, drafts in proposals:
@@ -83,7 +97,7 @@ def test_a_trained_head_drafts_what_its_definition_says() -> None:
     stored = load_file(folder / "model.safetensors")
     reference = Reference({n: t if n in ("d2t", "t2d") else t.float() for n, t in stored.items()})
     llm = LLM("abacus", **OPTIONS, speculative_config=BUNDLED)
-    proposals = recorded(llm)
+    proposals = Recorded(llm)
     prompts = [each.prompt for each in held_out(24, seed=7)]
     llm.generate(prompts, params(max_tokens=16, ignore_eos=True), use_tqdm=False)
     assert llm.report()["drafts"]["accepted"] > 24
@@ -158,8 +172,9 @@ def test_a_head_as_speculators_write_it_drafts_the_same(tmp_path: Path) -> None:
     drafts = []
     for head in heads:
         llm = LLM("abacus", **OPTIONS, speculative_config=BUNDLED | {"model": head})
-        drafts.append(recorded(llm))
+        proposals = Recorded(llm)
         llm.generate(PROMPTS[:2], params(ignore_eos=True, max_tokens=8), use_tqdm=False)
+        drafts.append(list(proposals))
     assert drafts[0] and drafts[0] == drafts[1]
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 from fusewright import LLM, SamplingParams
 from fusewright.config import UserError
 
-from .test_eagle3 import recorded
+from .test_eagle3 import Recorded
 from .test_speculative import facts
 
 LAYERS, SIZE, VOCAB = 2, 32, 96
@@ -130,7 +130,7 @@ def test_a_layer_drafts_what_its_definition_says(folders: tuple[Path, Path]) -> 
     kind = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, detokenize=False)
     alone = LLM(str(base), **OPTIONS).generate(prompts, kind, use_tqdm=False)
     llm = LLM(str(base), **OPTIONS, speculative_config=MTP | {"model": str(whole)})
-    proposals, reference = recorded(llm), Reference(base, whole)
+    proposals, reference = Recorded(llm), Reference(base, whole)
     assert facts(llm.generate(prompts, kind, use_tqdm=False)) == facts(alone)
     assert llm.report()["drafts"]["error"] == "" and len(proposals) > 10
     for known, drafts in proposals:

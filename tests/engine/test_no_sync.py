@@ -78,6 +78,18 @@ def test_steps_with_drafts_of_the_device_never_synchronize() -> None:
     assert report["drafted"] > 100 and not report["error"]
 
 
+@pytest.mark.parametrize(("method", "model"), [("eagle3", "eagle3"), ("draft_model", "draft")])
+def test_passes_of_a_draft_model_never_synchronize(method: str, model: str) -> None:
+    """A step is launched while the one before and its passes run, also for requests that sample."""
+    config = {"method": method, "model": f"abacus-{model}", "num_speculative_tokens": 1}
+    config |= {"adaptive": False}
+    llm = LLM("abacus", max_num_seqs=32, max_model_len=160, speculative_config=config)
+    given = steady(llm, ALL, watched=True, num_steps=40)
+    assert given == steady(llm, ALL, watched=False, num_steps=40)
+    report = llm.report()["drafts"]
+    assert report["drafted"] > 100 and not report["error"]
+
+
 def test_the_driver_sees_no_synchronization_either(llm: LLM) -> None:
     """Neither of the device nor of a stream; waiting for an event of the step before is meant."""
     for kind in ALL:

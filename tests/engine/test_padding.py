@@ -35,7 +35,7 @@ def test_padding_repeats_the_shortest_sequence_of_experts(
 
     def run(self: ModelRunner, dispatch: Dispatch, num_seqs: int) -> Tensor:
         if dispatch.kind is GraphKind.FULL and dispatch.query_len:
-            views = self._buffers.views(num_tokens=dispatch.num_tokens, num_seqs=dispatch.num_seqs)
+            views = self.buffers.views(num_tokens=dispatch.num_tokens, num_seqs=dispatch.num_seqs)
             seen.append((num_seqs, dispatch.num_seqs, {k: v.clone() for k, v in views.items()}))
         return real(self, dispatch, num_seqs)
 
@@ -97,11 +97,11 @@ def test_a_later_stage_repeats_what_the_stage_before_sent(
     monkeypatch.setattr(runner, "_ranks", Stage(), raising=False)
     monkeypatch.setattr(runner, "_repeats", repeats, raising=False)
     buffers = SimpleNamespace(view=lambda name, size: hidden[:size])
-    monkeypatch.setattr(runner, "_buffers", buffers, raising=False)
+    monkeypatch.setattr(runner, "buffers", buffers, raising=False)
     monkeypatch.setattr(runner, "_run", lambda dispatch, num_seqs: hidden)
     starts, lens = np.array([7, 2, 5], np.int32), np.full(3, 2, np.int32)
     none, feeds = np.zeros(0, np.int32), np.zeros(6, np.int32)
     batch = Batch(np.arange(3, dtype=np.int32), starts, lens, lens, feeds, feeds, [], [], 2, none)
-    runner._run_stage(Dispatch(GraphKind.FULL, 10, 5, 2), batch)
+    runner.run_stage(Dispatch(GraphKind.FULL, 10, 5, 2), batch)
     padding = [2.0, 3.0] * 2 if repeats else [99.0] * 4
     assert hidden[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, *padding, *[99.0] * 6]

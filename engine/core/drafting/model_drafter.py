@@ -1,10 +1,16 @@
 """``ModelDrafter`` drafts with a smaller model or a head, whose KV cache lies under the target's
 block ids.
 
-The model sees no step of the target.  When it is asked, it first reads the tokens that it has not
-seen (a prompt, what was accepted, what was generated without drafts), and then samples drafts one
-by one, each a pass of one row a request.  It takes nothing on trust: which blocks hold its keys is
-known by the keys of their content, and what was drafted beyond the accepted tokens is forgotten.
+Behind each step of the target come passes (``plan``) that wait for no token of it.  The first reads
+what the step has computed of prompts, and whatever else the host knows and the model has not seen;
+the next reads what the step has sampled, and drafts; the others draft on.  So a request that is
+read up to a step is read up to the next, and its drafts lie on the device before that begins.
+
+A request whose tokens the host must see has drafts of the host (``propose``): the model reads what
+it has not seen, samples drafts one by one, each a pass of one row a request, and the host waits.
+
+Nothing is taken on trust: which blocks hold its keys is known by the keys of their content, and
+what was drafted beyond the accepted tokens is forgotten.
 
 A head reads tokens with the hidden states that they follow: its row of a token is at the position
 of the token before (``_behind``).  What it stored of drafts followed its own states, so accepted
@@ -21,10 +27,15 @@ import numpy as np
 
 from ....config import NO_SLOT
 from ...messages.draft_run import DraftRun
-from ...messages.step import Batch
+from ...messages.step import Batch, DraftPasses
 from ..batch import unsent_blocks
 from ..kv_blocks import SequenceBlocks
 from ..request import Request
+from .parts import Part
+from .passes import drafting_rows, fresh_rows
+
+_NEVER = 1 << 62
+"""More tokens than any request has room for."""
 
 
 @dataclass
@@ -36,12 +47,17 @@ class _Seen:
         num_tokens: its first tokens whose keys and values are stored.
         num_known: tokens that were known when it last drafted; 0: all that is stored is right.
         num_marked: leading blocks that ``_filled`` was told of.
+        follows: what the last step computed is read behind it, whatever its tokens are; then all
+            that is known is stored.
+        num_made: drafts that the passes behind the last step make.
     """
 
     blocks: SequenceBlocks
     num_tokens: int
     num_known: int = 0
     num_marked: int = 0
+    follows: bool = False
+    num_made: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,6 +87,7 @@ class ModelDrafter:
         """1: the pass that reads tokens makes the first draft too.  Of a head that is the next
         step's every token; a model mostly has one row, which a graph of decodes serves."""
         self._run, self._group, self._block_size = model.run, model.group, model.block_size
+        self._failure = model.failure
         self._epoch_now, self._epoch = model.epoch, model.epoch()
         self._max_model_len, self._max_tokens = model.max_model_len, model.max_tokens
         self._seen: dict[str, _Seen] = {}
@@ -86,10 +103,7 @@ class ModelDrafter:
         Raises:
             Exception: whatever the model raised.
         """
-        if (epoch := self._epoch_now()) != self._epoch:  # nothing that was stored is there any more
-            self._seen.clear()
-            self._filled.clear()
-            self._epoch = epoch
+        self._renew()
         budget, entries, ready = self._max_tokens, list[_Entry](), list[Request]()
         for request in requests:
             room = self._room(request)
@@ -119,6 +133,64 @@ class ModelDrafter:
         drafts = _by_request(ready, rooms, tokens[len(passes) - max(rooms, default=0) :])
         return [drafts.get(request.request_id, []) for request in requests]
 
+    def follows(self, request: Request) -> bool:
+        """Whether passes behind the steps in flight read all that these compute of a request."""
+        seen = self._seen.get(request.request_id)
+        return seen is not None and seen.follows and seen.blocks is request.blocks
+
+    def num_made(self, request: Request) -> int:
+        """Drafts that the device has for the next step of a request."""
+        seen = self._seen.get(request.request_id)
+        return seen.num_made if seen is not None and seen.blocks is request.blocks else 0
+
+    def reach(self, part: Part, depth: int) -> int:
+        """Tokens that a request must have room for, so that it may have ``depth`` drafts behind a
+        step if all that it tries are right; more than it may ever have, if that is too many."""
+        last = part.end - self._behind + part.num_ahead + depth
+        return last if last <= self._max_model_len else _NEVER
+
+    def plan(self, parts: Sequence[Part], depth: int) -> DraftPasses | None:
+        """The passes behind a step that computes ``parts``, each of another request; ``depth``
+        drafts for each that has room for them.
+
+        Raises:
+            RuntimeError: the passes behind an earlier step have failed.
+        """
+        if failure := self._failure():
+            raise RuntimeError(failure)
+        self._renew()
+        reading, drafting = list[_Entry](), list[Part]()
+        budget = self._max_tokens
+        for part in parts:
+            request = part.request
+            seen = self._known_of(request) if self.follows(request) else self._seen_of(request)
+            first, last = part.end - self._behind, self.reach(part, depth)
+            is_wanted = part.is_wanted and depth > 0 and last < _NEVER
+            if is_wanted and not seen.follows:
+                end = min(part.end, request.num_known_tokens - self._behind)
+                end = min(end, seen.num_tokens + budget)
+                if end > seen.num_tokens:
+                    reading.append(_Entry(request, seen.num_tokens, end, False))
+                    budget -= end - seen.num_tokens
+                    self._write(request, seen.num_tokens, end)
+                seen.follows = seen.num_tokens == first
+            seen.follows &= is_wanted and part.samples and last <= request.blocks.num_slots
+            seen.num_made = depth if seen.follows else 0
+            if seen.follows:
+                drafting.append(part)
+                num_tokens = seen.num_tokens
+                self._write(request, first, last)
+                seen.num_tokens = num_tokens
+        reading.sort(key=lambda entry: entry.end - entry.start)
+        if not reading and not drafting:
+            return None
+        return DraftPasses(
+            depth,
+            reading=self._reading(reading) if reading else None,
+            fresh=fresh_rows(drafting, self._behind) if drafting else None,
+            drafting=drafting_rows(drafting, self._behind, depth) if drafting else None,
+        )
+
     def settle(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         seen = self._seen.get(request.request_id)
         if seen is not None and seen.num_known:
@@ -138,6 +210,35 @@ class ModelDrafter:
         known = request.num_known_tokens
         return min(request.blocks.num_slots, self._max_model_len) - known + 1
 
+    def _renew(self) -> None:
+        """Forget all if nothing that was stored is there any more."""
+        if (epoch := self._epoch_now()) != self._epoch:
+            self._seen.clear()
+            self._filled.clear()
+            self._epoch = epoch
+
+    def _known_of(self, request: Request) -> _Seen:
+        """What is stored of a request that is followed: all that is known."""
+        seen = self._seen[request.request_id]
+        seen.num_tokens = request.num_known_tokens - self._behind
+        self._mark(request, seen)
+        return seen
+
+    def _mark(self, request: Request, seen: _Seen) -> None:
+        """Note which blocks are full of what their keys say."""
+        full = min(seen.num_tokens // self._block_size, len(request.block_keys))
+        table = request.blocks.tables[self._group]
+        for number in range(seen.num_marked, full):
+            self._filled[table[number]] = request.block_keys[number]
+        seen.num_marked = max(seen.num_marked, full)
+
+    def _write(self, request: Request, start: int, end: int) -> None:
+        """Note that rows from ``start`` to ``end`` are about to be stored."""
+        seen, first = self._seen[request.request_id], start // self._block_size
+        seen.num_tokens, seen.num_marked = end, min(seen.num_marked, first)
+        for block in request.blocks.tables[self._group][first : -(-end // self._block_size)]:
+            self._filled.pop(block, None)
+
     def _seen_of(self, request: Request) -> _Seen:
         """What is stored of a request: of what was drafted, no more than turned out right."""
         seen = self._seen.get(request.request_id)
@@ -155,10 +256,7 @@ class ModelDrafter:
             seen.num_tokens = min(seen.num_tokens, seen.num_known - self._behind)
             seen.num_known = 0
         seen.num_tokens = min(seen.num_tokens, last)
-        full = min(seen.num_tokens // self._block_size, len(request.block_keys))
-        for number in range(seen.num_marked, full):
-            self._filled[table[number]] = request.block_keys[number]
-        seen.num_marked = max(seen.num_marked, full)
+        self._mark(request, seen)
         return seen
 
     def _note(self, entries: list[_Entry], ready: list[Request], rooms: list[int]) -> None:
@@ -168,11 +266,7 @@ class ModelDrafter:
             last = self._last(request)
             writes.append((request, last, last + room))
         for request, start, end in writes:
-            seen = self._seen[request.request_id]
-            first = start // self._block_size
-            seen.num_tokens, seen.num_marked = end, min(seen.num_marked, first)
-            for block in request.blocks.tables[self._group][first : -(-end // self._block_size)]:
-                self._filled.pop(block, None)
+            self._write(request, start, end)
         for request in ready:
             self._seen[request.request_id].num_known = request.num_known_tokens
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from ...messages.step import DraftPasses
 from ..request import Request
+from .parts import Part
 
 
 class Drafter(Protocol):
@@ -31,6 +33,23 @@ class Drafter(Protocol):
 
     def forget(self, request: Request) -> None:
         """The request has ended; it may be one that it was never asked about."""
+
+
+class Planner(Protocol):
+    """A drafter whose drafts the worker makes in passes behind each step."""
+
+    def follows(self, request: Request) -> bool:
+        """Whether passes behind the steps in flight read all that these compute of a request."""
+
+    def num_made(self, request: Request) -> int:
+        """Drafts that the device has for the next step of a request."""
+
+    def reach(self, part: Part, depth: int) -> int:
+        """Tokens that a request must have room for, so that it may have ``depth`` drafts behind a
+        step."""
+
+    def plan(self, parts: Sequence[Part], depth: int) -> DraftPasses | None:
+        """The passes behind a step that computes ``parts``.  Raises if earlier ones have failed."""
 
 
 class Policy(Protocol):

@@ -23,7 +23,7 @@ from ...messages.step import Batch, Ints, NewSequence
 from .ring import OutputRing
 from .rows import Send, rows_before
 
-_ALIGNED = 32
+ALIGNED = 32
 """Rows of the state begin at multiples of so many words, as those of ``StepBuffers`` do."""
 
 
@@ -35,13 +35,14 @@ class DraftState:
             It is what the other ranks need.
         finds: whether drafts are looked for here, and not always there.
         ring: earlier outputs in which they are looked for, too; None without.
+        kept: [num_seqs] int32: the tokens of the last step's rows, as of ``ops.accept_tokens``.
     """
 
     def __init__(self, ops: Any, config: ResolvedConfig, device: torch.device) -> None:
         asked, self._ops = config.scheduler.speculative, ops
         assert asked is not None
         most, count = asked.num_speculative_tokens, config.scheduler.max_num_seqs
-        wide = -(-count // _ALIGNED) * _ALIGNED
+        wide = -(-count // ALIGNED) * ALIGNED
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -61,6 +62,8 @@ class DraftState:
         if asked.acceptance:
             self._chances = torch.tensor(asked.acceptance, dtype=torch.float32, device=device)
         self._judged = zeros(count) - 1
+        self._repeats = asked.method in LOOKUP_METHODS and bool(asked.acceptance)
+        self.kept = zeros(0)
 
     def admit(self, sequence: NewSequence, send: Send) -> None:
         """A request begins in a slot."""
@@ -119,9 +122,10 @@ class DraftState:
                 self.ring.propose(*known, drafts=self.drafts, has_drafts=has_drafts)
             else:
                 self._ops("propose_ngrams", *known, self.drafts, has_drafts)
-        elif self._chances is not None:
+        elif self._repeats:
             # A replayed acceptance asks for drafts always, whatever they are.
             self.drafts.copy_(self.last_tokens.expand_as(self.drafts))
+        self.kept = kept
         return kept
 
 

@@ -1,0 +1,134 @@
+"""A draft model drafts behind each step on the device's state, and the host waits for none of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from fusewright import LLM, SamplingParams
+from fusewright.config import EngineOptions, Hardware
+from fusewright.engine.engine import Engine
+from fusewright.model_executor.abacus.problems import held_out
+
+from .test_eagle3 import DRAFTERS
+from .test_speculative import OPTIONS, PROMPTS, facts, params
+
+
+def host_driven(llm: LLM) -> LLM:
+    """The same engine, whose drafter is asked for drafts when all tokens are known."""
+    drafts: Any = llm.engine.core.scheduler.drafts  # type: ignore[attr-defined]
+    drafts.on_device, drafts._planner = False, None
+    return llm
+
+
+def watched(llm: LLM) -> dict[str, list[int]]:
+    """Fills, as steps are launched: how many are in flight then, rows of drafts, and batches of the
+    draft model that the host waited for."""
+    core: Any = llm.engine.core  # type: ignore[attr-defined]
+    seen: dict[str, list[int]] = {"in flight": [], "drafts": [], "waited for": []}
+    drafter, launch = core.scheduler.drafts._drafter, core.runner.launch
+    run = drafter._run
+
+    def launched(batch: Any) -> Any:
+        seen["in flight"].append(len(core._in_flight))
+        seen["drafts"].append(len(batch.slots) - len(set(batch.slots.tolist())))
+        return launch(batch)
+
+    def waited(passes: Any) -> Any:
+        seen["waited for"].append(len(passes))
+        return run(passes)
+
+    core.runner.launch, drafter._run = launched, waited
+    return seen
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_as_many_drafts_are_right_as_if_the_host_waited(name: str) -> None:
+    """Also for prompts in several chunks, and behind cached prefixes: each comes twice."""
+    reports, options = [], OPTIONS | {"max_num_batched_tokens": 48, "max_num_seqs": 8}
+    prompts = [each.prompt for each in held_out(16, seed=9)]
+    for make in (lambda llm: llm, host_driven):
+        llm = make(LLM("abacus", **options, block_size=8, speculative_config=DRAFTERS[name]))
+        for _ in range(2):
+            llm.generate(prompts, params(), use_tqdm=False)
+        assert llm.report()["prefix_cache"]["hit_tokens"] > 60
+        reports.append(llm.report()["drafts"])
+    device, host = reports
+    assert device["error"] == host["error"] == "" and host["accepted"] > 60
+    # Chunks and drafts meet in other steps, so that a draft or two differ.
+    assert device["mean_length"] > 0.97 * host["mean_length"]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_step_with_drafts_is_launched_while_the_one_before_runs(name: str) -> None:
+    llm = LLM("abacus", **OPTIONS, speculative_config=DRAFTERS[name])
+    seen = watched(llm)
+    llm.generate(PROMPTS, params(ignore_eos=True, max_tokens=40), use_tqdm=False)
+    assert not seen["waited for"]
+    assert set(seen["in flight"][1:-2]) == {1}, "a step waited for the one before"
+    assert all(seen["drafts"][1:-4]), "a step had no drafts"
+
+
+def test_a_request_whose_tokens_the_host_must_see_has_drafts_of_the_host() -> None:
+    llm = LLM("abacus", **OPTIONS, speculative_config=DRAFTERS["abacus-draft"])
+    alone, seen = LLM("abacus", **OPTIONS), watched(llm)
+    kinds = [params(ignore_eos=True), params(ignore_eos=True, bad_words=["58", "a b", "3 "])]
+    asked = [kinds[number % 2] for number in range(len(PROMPTS))]
+    right = facts(alone.generate(PROMPTS, asked, use_tqdm=False))
+    assert facts(llm.generate(PROMPTS, asked, use_tqdm=False)) == right
+    assert seen["waited for"] and llm.report()["drafts"]["error"] == ""
+
+
+def captured(name: str) -> LLM:
+    config = json.dumps(DRAFTERS[name])
+    options = EngineOptions(
+        model="abacus",
+        device="cpu",
+        dtype="float32",
+        max_model_len=128,
+        max_num_seqs=8,
+        cudagraph_mode="FULL_AND_PIECEWISE",
+        speculative_config=config,
+    )
+    return LLM.from_engine(Engine(options, Hardware("cpu", "recorded", graphs="recording")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_all_passes_behind_a_step_are_one_graph(name: str) -> None:
+    """Of greedy and of sampled requests; three sequences take the graph of four.  A step is two
+    replays, whatever the number of drafts."""
+    llm = captured(name)
+    alone = LLM("abacus", **OPTIONS, speculative_config=DRAFTERS[name])
+    passes: Any = llm.engine.draft._passes  # type: ignore[attr-defined]
+    kinds = {
+        "greedy": params(ignore_eos=True, max_tokens=30),
+        "sampled": params(ignore_eos=True, max_tokens=30, temperature=0.8, seed=3),
+        "cut": params(ignore_eos=True, max_tokens=30, temperature=0.8, seed=3, top_k=4),
+    }
+    for kind in kinds.values():
+        given = facts(llm.generate(PROMPTS[:3], kind, use_tqdm=False))
+        assert given == facts(alone.generate(PROMPTS[:3], kind, use_tqdm=False))
+    mine, theirs = (each.report()["drafts"] for each in (llm, alone))
+    assert mine["error"] == "" and mine["accepted_by_position"] == theirs["accepted_by_position"]
+    assert {(size.rows, size.num_seqs) for size in passes._graphs} >= {(20, 4)}
+    replays = replays_of_a_step(llm)
+    assert replays == {2}, replays
+
+
+def replays_of_a_step(llm: LLM) -> set[int]:
+    """The numbers of replays in steady steps."""
+    engine: Any = llm.engine
+    backends = [engine.graphs._backend, engine.draft.graphs._backend]
+    for number, prompt in enumerate(PROMPTS[:3]):
+        engine.add_request(prompt, SamplingParams(max_tokens=60, ignore_eos=True), f"{number}")
+    for _ in range(4):
+        engine.step()
+    counts = set()
+    for _ in range(5):
+        before = sum(each.replays for each in backends)
+        engine.step()
+        counts.add(sum(each.replays for each in backends) - before)
+    return counts
