@@ -51,8 +51,8 @@ class HostInputs:
 
 
 class HostRing:
-    """A ring of ``in_turn`` pinned int32 memories, one for each step in flight, as the host and as the
-    device see them.
+    """A ring of ``in_turn`` pinned int32 memories, one for each step in flight, as the host and as
+    the device see them.
 
     The ring may be freed while a step is in flight: its memory is not handed out again before the
     streams that used it have finished what was enqueued by then.
@@ -91,8 +91,8 @@ class StepBuffers:
 
     On the device, fields lie as rows of three int32 tensors: of tokens (without ``FEED``), of
     sequences and boundaries, and tables [max_seqs, number of tables, max_blocks].  ``hidden``
-    [max_tokens, hidden_size] is filled by the pipeline stage before, where there is one.  ``in_turn``
-    steps may have been written and not begun.
+    [max_tokens, hidden_size] is filled by the pipeline stage before, where there is one.
+    ``in_turn`` steps may have been written and not begun.
     """
 
     def __init__(

@@ -48,17 +48,16 @@ from .startup import (
     block_groups,
     capture,
     compile_model,
+    decode_buffers,
     load_beside,
     make_graphs,
     read_model,
-    decode_buffers,
     step_buffers,
     warm_up,
 )
 from .startup_report import StartupReport
 from .step_arguments import FED, hidden_cache_names
 from .weight_bytes import weight_bytes
-
 
 _BATCHES = 2
 """Batches of a step that the host writes to the same inputs: ``reading`` and ``fresh``."""

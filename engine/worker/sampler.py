@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -172,8 +171,8 @@ class Sampler:
         return self.draw(logits, None, buffers)
 
     def common(self, batch: Batch) -> tuple[bool, RowParameters | None]:
-        """Whether ``draw`` chooses the tokens of a batch, and by which parameters; so the launches of
-        a step depend on neither the requests nor what they have sampled."""
+        """Whether ``draw`` chooses the tokens of a batch, and by which parameters; its launches are
+        the same for all requests and whatever they have sampled."""
         if self._slots["plain"][batch.slots].all():
             return True, None
         rows = self._rows_of(batch)
@@ -194,8 +193,8 @@ class Sampler:
     def draw(
         self, logits: Tensor, parameters: RowParameters | None, buffers: StepBuffers
     ) -> Tensor:
-        """[num_seqs] int32: the likeliest tokens, or those drawn by ``parameters``; a CUDA graph may
-        hold it."""
+        """[num_seqs] int32: the likeliest tokens, or those drawn by ``parameters``; a CUDA graph
+        may hold it."""
         token_ids: Tensor
         if parameters is None:
             token_ids = self._ops("argmax", logits)

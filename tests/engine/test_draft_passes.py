@@ -1,4 +1,4 @@
-"""A draft model drafts behind each step on the device's state, and the host waits for none of it."""
+"""A draft model drafts behind each step on the device, and the host waits for none of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rows of passes that a draft model makes behind a step, whose places the device alone knows."""
+"""The rows of a draft model's passes behind a step, whose places the device alone knows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``PassRunner`` runs a draft model's passes behind a step of the target, on the device's state alone.
+"""``PassRunner`` runs a draft model's passes behind a step of the target, on the device's state.
 
 A step's rows have sampled tokens, of which ``accept_tokens`` knows the right ones.  The first pass
 reads them in rows of the same order (``DraftPasses.fresh``), so their places follow from those of
