@@ -98,11 +98,11 @@ class Graphs:
                 graphs += _BYTES_A_GRAPH * sum(runs)
         return self.pool_bytes + graphs
 
-    def predict_captures(self, count: int, runs: int) -> int:
-        """Predict what ``count`` results of ``capture`` take beside the pool, each of so many
-        ``runs`` of the program."""
-        a_graph = _BYTES_A_GRAPH + runs * _BYTES_A_STEP * len(self.program.steps)
-        return count * a_graph if self.are_captured else 0
+    def predict_capture(self, runs: int) -> int:
+        """Predict what ``capture`` takes beside the pool for so many runs of the program."""
+        if not self.are_captured:
+            return 0
+        return _BYTES_A_GRAPH + runs * _BYTES_A_STEP * len(self.program.steps)
 
     @property
     def are_captured(self) -> bool:

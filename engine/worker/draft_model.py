@@ -35,7 +35,7 @@ from ..messages.cache_group import CacheGroup
 from ..messages.draft_run import DraftRun
 from ..messages.step import Batch, DraftPasses, Ints, NewSequence, PendingStep, Runner
 from .drafts.head_runner import DraftRunner, HeadRunner, HeadSampler
-from .drafts.passes import MOST_GRAPHS, PassRunner
+from .drafts.passes import PassRunner, most_graphs
 from .graph_mode import graph_mode
 from .memory import bind_kv_caches
 from .model_runner import BlockTables, LaunchedStep, ModelRunner
@@ -194,7 +194,9 @@ class DraftModel:
             buffers = step_buffers(spec, config, dispatcher, _BATCHES * IN_TURN)
             self.graphs: Graphs = make_graphs(program, buffers, dispatcher, config)
             needs = warm_up(program, spec, config, buffers, self.graphs)
-            captures = self.graphs.predict_captures(MOST_GRAPHS, parts.most)
+            of_passes = self.graphs.predict_capture(parts.most)
+            self._most_graphs = most_graphs(of_passes)
+            captures = self._most_graphs * of_passes
             self.needs = Needs(needs.activations, needs.graphs + captures)
         self._runner: DraftRunner | None = None
         self._passes: PassRunner | None = None
@@ -298,7 +300,8 @@ class DraftModel:
         assert target.sampler.drafts is not None
         behind, state = int(spec.head is not None), target.sampler.drafts
         drafting = decode_buffers(spec, config)
-        self._passes = PassRunner(self._runner, drafting, state, target.buffers, behind)
+        most, inputs = self._most_graphs, target.buffers
+        self._passes = PassRunner(self._runner, drafting, state, inputs, behind, most)
         target.draft = self.follow
 
     def capture(self, progress: Progress) -> None:

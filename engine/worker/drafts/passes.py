@@ -32,11 +32,16 @@ from ..sampling.requests import RowParameters
 from .head_runner import DraftRunner
 from .state import ALIGNED, DraftState
 
-MOST_GRAPHS = 64
-"""Graphs of passes that are kept, those that were replayed last."""
+_MOST_GRAPHS, _MOST_BYTES = 128, 1 << 28
+"""Graphs of passes that are kept, those that were replayed last, and what they may take."""
 
 Choose = Callable[[Tensor], Tensor]
 """Logits -> the tokens that are chosen."""
+
+
+def most_graphs(bytes_a_graph: int) -> int:
+    """Number of graphs that are kept of so many bytes each."""
+    return max(1, min(_MOST_GRAPHS, _MOST_BYTES // max(bytes_a_graph, 1)))
 
 
 class Size(NamedTuple):
@@ -58,6 +63,7 @@ class PassRunner:
         state: of the target, written.
         target: the static inputs of the target's last step.
         behind: positions between a token and its row: 1 of a head, else 0.
+        most: graphs that are kept.
     """
 
     def __init__(
@@ -67,15 +73,17 @@ class PassRunner:
         state: DraftState,
         target: StepBuffers,
         behind: int,
+        most: int,
     ) -> None:
+        self._most_graphs = most
         self._runner, self._state, self._target, self._behind = runner, state, target, behind
         self._drafting = runner.over(drafting)
-        most, self._count = state.drafts.shape
+        longest, self._count = state.drafts.shape
         # The last row and column take what nobody reads.
         like, width = state.memory.new_zeros, state.memory.shape[1]
-        self._tokens = like((most + 2, width + ALIGNED))
+        self._tokens = like((longest + 2, width + ALIGNED))
         self._places, self._lengths, self._rows = like((3, width + ALIGNED)).unbind(0)
-        self._nowhere = (most + 1, width)
+        self._nowhere = (longest + 1, width)
         self._read = like(drafting.max_seqs)
         self._numbers = torch.arange(
             runner.buffers.max_seqs, dtype=torch.int32, device=state.memory.device
@@ -98,43 +106,53 @@ class PassRunner:
         if fresh is None or drafting is None:
             return
         self._take_sampled()
-        is_common, _ = self._runner.sampler.common(drafting)
-        captures = is_common and self._runner.graphs.are_captured
-        if captures:
-            drafting = _repeated(drafting, self._round_up(drafting.num_seqs))
-        rows = drafting.num_seqs * (passes.depth + 1)
-        if not captures or not fresh.num_seqs <= rows <= self._runner.buffers.max_seqs:
-            rows = fresh.num_seqs
+        sampler, buffers = self._runner.sampler, self._drafting.buffers
+        padded = self._padded(fresh, drafting, passes.depth)
+        if padded is None:
+            _write(self._runner, fresh, fresh.num_seqs)
+            _write(self._drafting, drafting, drafting.num_seqs)
+            choose: Choose = partial(sampler.choose, batch=drafting, buffers=buffers)
+            self._launch(fresh.num_seqs, drafting.num_seqs, passes.depth, choose)
+            return
+        drafting, rows = padded
         _write(self._runner, fresh, rows)
         _write(self._drafting, drafting, drafting.num_seqs)
-        sampler, buffers = self._runner.sampler, self._drafting.buffers
-        if not captures:
-            choose: Choose = partial(sampler.choose, batch=drafting, buffers=buffers)
-            self._launch(rows, drafting.num_seqs, passes.depth, choose)
-            return
         _, parameters = sampler.common(drafting)
         size = Size(rows, drafting.num_seqs, passes.depth, _names(parameters))
-        parameters = self._static(size, parameters)
+        self._replay(size, self._static(size, parameters))
+
+    def _padded(self, fresh: Batch, drafting: Batch, depth: int) -> tuple[Batch, int] | None:
+        """A batch of as many sequences as a graph serves, and the rows that this has in the first
+        pass; None where no graph serves it."""
+        runner = self._runner
+        if not runner.graphs.are_captured or not runner.sampler.common(drafting)[0]:
+            return None
+        most, sizes = self._drafting.buffers.max_seqs, runner.graphs.dispatcher.decode_sizes
+        fitting = (size for size in sizes if drafting.num_seqs <= size <= most)
+        if (num_seqs := next(fitting, None)) is None:
+            return None
+        rows = min(num_seqs * (depth + 1), runner.buffers.max_seqs)
+        if fresh.num_seqs > rows:  # the step had more drafts a request than follow
+            return None
+        return _repeated(drafting, num_seqs), rows
+
+    def _replay(self, size: Size, parameters: RowParameters | None) -> None:
+        """Replay the graph of a size, or launch what it holds and capture it."""
         if (replay := self._graphs.get(size)) is not None:
             self._graphs.move_to_end(size)
             replay()
             return
+        sampler, buffers = self._runner.sampler, self._drafting.buffers
 
-        def choose_again(logits: Tensor) -> Tensor:
+        def choose(logits: Tensor) -> Tensor:
             return sampler.draw(sampler.spread(logits), parameters, buffers)
 
-        launch = partial(self._launch, rows, drafting.num_seqs, passes.depth, choose_again)
+        launch = partial(self._launch, size.rows, size.num_seqs, size.depth, choose)
         launch()  # the drafts of this step; libraries set up what a capture must not
         self._graphs[size] = self._runner.graphs.capture(launch)
-        if len(self._graphs) > MOST_GRAPHS:
+        if len(self._graphs) > self._most_graphs:
             oldest, _ = self._graphs.popitem(last=False)
             self._parameters.pop(oldest, None)
-
-    def _round_up(self, num_seqs: int) -> int:
-        """The number of sequences of the graph that serves so many."""
-        sizes = self._runner.graphs.dispatcher.decode_sizes
-        most = self._drafting.buffers.max_seqs
-        return next((size for size in sizes if num_seqs <= size <= most), num_seqs)
 
     def _static(self, size: Size, parameters: RowParameters | None) -> RowParameters | None:
         """The parameters at the addresses that a graph reads."""
