@@ -24,8 +24,9 @@ from msgspec import structs
 from ...config.step_fields import NOT_DRAFTED
 from ..messages.draft_stats import DraftStats
 from ..messages.step import Batch, DraftPasses, EndedOutput, StepResult
-from .batch import IN_PLACE, NO_DRAFT, ON_DEVICE, Drafted, ScheduledRequest, ScheduledStep
+from .batch import NO_DRAFT, ON_DEVICE, Drafted, ScheduledRequest, ScheduledStep
 from .drafting.parts import make_room, parts_of
+from .drafting.rows import room_of, rows_of, with_blocks
 from .drafting.seams import Always, Drafter, Planner, Policy
 from .kv_blocks import BlockPool
 from .prefix_cache import salt_of
@@ -163,7 +164,7 @@ class Drafts:
         entries = [(row, entry) for row, entry in enumerate(decodes) if self._may_draft(entry)]
         if self._drafter is not None and self._drafter.stores_drafts:
             for _, entry in entries:
-                _with_blocks(entry, self._most_now, pool, margin)
+                with_blocks(entry, self._most_now, pool, margin)
         proposals = self._propose([entry.request for _, entry in entries])
         wanting = sum(1 for proposal in proposals if proposal)
         drafted = []
@@ -179,12 +180,12 @@ class Drafts:
             if count == 0:
                 self._without[NO_ROWS] += 1
                 continue
-            count = _with_blocks(entry, count, pool, margin)
+            count = with_blocks(entry, count, pool, margin)
             if count == 0:
                 self._without[NO_BLOCKS] += 1
                 continue
             room -= count
-            decodes[row + 1 : row + 1] = _rows(entry, proposal[:count])
+            decodes[row + 1 : row + 1] = rows_of(entry, proposal[:count])
             request = entry.request
             request.num_drafts += count
             request.drafts_on_device = proposal[0] == ON_DEVICE
@@ -207,7 +208,7 @@ class Drafts:
         if not self._most_for(request) and not why_none(request):
             return False
         why = why_none(request)
-        if not why and _room(request) < 1:
+        if not why and room_of(request) < 1:
             why = LAST_TOKEN
         if why:
             self._without[why] += 1
@@ -248,7 +249,7 @@ class Drafts:
             self._switch_off(error)
             return none
         return [
-            drafts[: min(self._most_for(request), _room(request))]
+            drafts[: min(self._most_for(request), room_of(request))]
             for drafts, request in zip(proposals, requests, strict=True)
         ]
 
@@ -333,13 +334,11 @@ class Drafts:
             most = max(request.num_tokens + request.num_drafts, request.num_computed_tokens)
             pool.shorten(request.blocks, most)
 
-    def with_ended(self, batch: Batch) -> Batch:
-        """A step's batch with the outputs that have ended since the last one, if the worker
-        remembers them."""
-        if not self._ended:
-            return batch
+    def complete(self, batch: Batch, passes: DraftPasses | None) -> Batch:
+        """A step's batch with the passes behind it, and with the outputs that have ended since the
+        last one, if the worker remembers them."""
         ended, self._ended = self._ended, []
-        return structs.replace(batch, ended=ended)
+        return structs.replace(batch, passes=passes, ended=ended)
 
     def forget(self, request: Request) -> None:
         """The request has ended."""
@@ -389,29 +388,3 @@ class Drafts:
 def _waits(drafted: list[Drafted]) -> bool:
     """Whether a step has drafts whose acceptance the host must know."""
     return any(not each.on_device for each in drafted)
-
-
-def _room(request: Request) -> int:
-    """Most drafts of a step, if all in flight are right: a row behind the last samples one more
-    token."""
-    return request.max_total_tokens - request.num_tokens - request.num_drafts
-
-
-def _rows(entry: ScheduledRequest, drafts: Sequence[int]) -> list[ScheduledRequest]:
-    """The rows of drafts behind a decode."""
-    ahead = max(entry.ahead, 0) if drafts[0] == ON_DEVICE else IN_PLACE
-    return [
-        ScheduledRequest(entry.request, entry.start + i, 1, 1, draft=draft, ahead=ahead)
-        for i, draft in enumerate(drafts, 1)
-    ]
-
-
-def _with_blocks(entry: ScheduledRequest, count: int, pool: BlockPool, margin: int) -> int:
-    """How many of ``count`` drafts have room in the KV cache; the request has the blocks then."""
-    blocks, first = entry.request.blocks, entry.start + 1 + max(entry.ahead, 0)
-    if first + count > blocks.num_slots:
-        missing = pool.num_missing(blocks, first + count, first + count)
-        if sum(missing) + margin > pool.num_free:
-            return max(0, min(count, blocks.num_slots - first))
-        pool.extend(blocks, missing)
-    return count

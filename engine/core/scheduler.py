@@ -192,8 +192,7 @@ class Scheduler:
         drafted = drafts.add(decodes, min(budget, self._free_rows), self.pool, margin)
         scheduled, passes = decodes + prefills, drafts.plan(entries, drafted, self.pool, margin)
         batch = make_batch(scheduled, self.limits.vocab_size, device_drafts=drafts.on_device)
-        batch = structs.replace(drafts.with_ended(batch), passes=passes)
-        return ScheduledStep(scheduled, batch, drafted)
+        return ScheduledStep(scheduled, drafts.complete(batch, passes), drafted)
 
     def cache_blocks(self) -> None:
         """Let others find the blocks that a scheduled step fills.  Call it behind the launch; where

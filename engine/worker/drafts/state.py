@@ -138,8 +138,9 @@ def draft_calls(num_seqs: int, num_groups: int) -> Iterator[tuple[str, tuple[Any
     ids, known, drafts = ints(num_seqs), ints(num_seqs, 1), ints(1, num_seqs)
     for chances in (None, torch.empty(1, device="meta")):
         yield "accept_tokens", (ids, ids, known, chances, *[ids] * 8)
-    tables, mappings = ints(num_seqs, num_groups, 1), ints(num_groups, num_seqs)
-    yield "place_rows", (ids, drafts, ids, tables, 16, *[ids] * 4, mappings)
+    for groups in sorted({1, num_groups}):  # a draft model's layers are mostly one
+        tables, mappings = ints(num_seqs, groups, 1), ints(groups, num_seqs)
+        yield "place_rows", (ids, drafts, ids, tables, 16, *[ids] * 4, mappings)
     yield "propose_ngrams", (known, ids, ids, ids, 1, 1, drafts, ids)
     salts = torch.empty(num_seqs, dtype=torch.int64, device="meta")
     ring = (ids, salts, ints(1), salts, salts)
