@@ -1,4 +1,5 @@
-"""Whatever runs on a CPU in place of an op's reference is held against the op's oracle too."""
+"""Whatever runs on a CPU in place of an op's reference is held against the op's oracle too, and
+``--verify`` holds against it what a model calls."""
 
 from __future__ import annotations
 
@@ -62,3 +63,31 @@ def test_verify_refuses_attention_without_a_causal_mask() -> None:
     (line,) = [line for line in refused.stderr.splitlines() if "error:" in line]
     assert (refused.returncode, refused.stdout) == (1, "")
     assert "is wrong: implementation native of paged_attention, case 'mixed gqa'" in line
+
+
+def test_verify_checks_the_ops_of_the_model_and_of_sampling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from fusewright import LLM
+    from fusewright.compiler import build
+    from fusewright.passes import check_references
+
+    class Checked(Exception):
+        """Ends the start before it generates code."""
+
+    found: dict[str, int] = {}
+
+    def recorded(*args: Any) -> dict[str, int]:
+        found.update(check_references(*args))
+        if len(args) == 1:  # those that the passes made, last
+            raise Checked
+        return found
+
+    monkeypatch.setattr(build, "check_references", recorded)
+    with pytest.raises(Checked):
+        LLM("abacus", device="cpu", verify=True, compile_cache=False, max_model_len=64)
+    named = {key.partition(",")[0] for key in found}
+    assert named >= {"rotary_embedding", "paged_attention", "kv_store", "linear", "rms_norm"}
+    assert named >= {"embedding", "gather_last_token", "sample", "argmax", "keep_tokens"}
+    assert named <= set(BY_NAME) and min(found.values()) > 0
+    assert "sample, torch.bfloat16" in found and "sample, torch.float32" in found
