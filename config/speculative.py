@@ -58,7 +58,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int
     prompt_lookup_max: int = _LOOKUP
     prompt_lookup_min: int = _LOOKUP
-    suffix_cached_tokens: int = 1 << 18
+    suffix_cached_tokens: int = 1 << 17
     model: str | None = None
     max_model_len: int | None = None
     quantization: str | None = None

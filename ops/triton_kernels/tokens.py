@@ -21,7 +21,6 @@ _NO_DRAFT = tl.constexpr(_step.NO_DRAFT)
 _ON_DEVICE = tl.constexpr(_step.ON_DEVICE)
 _REJECTED = tl.constexpr(_step.REJECTED)
 _NOT_DRAFTED = tl.constexpr(_step.NOT_DRAFTED)
-_FILTER: tl.constexpr = tl.constexpr(3)  # last tokens that are looked for before others
 _MOST_LOOKS = tl.constexpr(_speculative.MOST_LOOKS)
 NOW: tl.constexpr = tl.constexpr(".cv")  # not what a cache has of the host's memory
 
@@ -221,72 +220,49 @@ def _propose_ngrams_kernel(
 
 
 @triton.jit
-def _place_in_ring(
-    ring_ptr, owners_ptr, known_ptr, salt, at, inside, age, length, shortest, longest, capacity
-):  # fmt: skip
-    """The key of the best of the places ``at`` for a sequence, 0 if there is none."""
-    alike, count = inside, inside.to(tl.int32) * 0
-    goes_on, back = 1, 1
-    while (goes_on > 0) & (back <= longest):
-        place = at - back
-        place += tl.where(place < 0, capacity, 0)
-        token = tl.load(ring_ptr + place, mask=alike, other=-1)
-        end = tl.load(known_ptr + length - back, mask=back <= length, other=-2)
-        alike &= token == end
-        count += alike.to(tl.int32)
-        goes_on = tl.max(alike.to(tl.int32), 0)
-        back += 1
-    hit = count >= shortest
-    owner = tl.load(owners_ptr + at, mask=hit, other=0)
-    following = tl.load(ring_ptr + at, mask=hit, other=-1)
-    hit &= (owner == salt) & (following >= 0)
-    key = (count.to(tl.int64) << 32) | age.to(tl.int64)
-    return tl.max(tl.where(hit, key, 0), 0)
-
-
-@triton.jit
 def _search_ring_kernel(
     history_ptr, lengths_ptr, slots_ptr, order_ptr, ring_ptr, head_ptr, found_ptr, owners_ptr,
     salts_ptr, num_seqs, width, history_stride, shortest, longest, capacity, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr
 ):  # fmt: skip
-    """A program has BLOCK places of the ring and ROWS rows, and looks for the last few tokens of
-    all of them at once before it counts.  A place is the position behind it, and its key the number
-    of tokens that are the same above its age, of which the newest is most."""
+    """A program has BLOCK places of the ring and ROWS rows.  A place is the position behind it, and
+    its key the number of tokens that are the same above its age, of which the newest is most."""
     wait_for_previous(PROGRAMMATIC)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < capacity
-    number = tl.arange(0, ROWS)
-    rows = tl.program_id(1) * ROWS + number
-    is_first = tl.load(order_ptr + rows, mask=rows < num_seqs, other=-1) == 0
-    if tl.max(is_first.to(tl.int32), 0) > 0:
-        slots = tl.load(slots_ptr + rows, mask=is_first, other=0)
-        lengths = tl.load(lengths_ptr + slots, mask=is_first, other=0)
-        lengths = tl.minimum(lengths, width)
-        end_ptr = history_ptr + slots.to(tl.int64) * history_stride + lengths - 1
-        alike = inside[None, :] & is_first[:, None]
-        for back in tl.static_range(_FILTER):
-            place = at - 1 - back
-            place += tl.where(place < 0, capacity, 0)
-            token = tl.load(ring_ptr + place, mask=inside & (place >= 0), other=-1)
-            end = tl.load(end_ptr - back, mask=lengths > back, other=-2)
-            alike &= (token[None, :] == end[:, None]) | (back >= shortest)
-        hits = tl.max(alike.to(tl.int32), 1)
-        if tl.max(hits, 0) > 0:
-            head = tl.load(head_ptr)
-            age = at - head
-            age += tl.where(age < 0, capacity, 0)
-            for each in range(ROWS):
-                if tl.sum(tl.where(number == each, hits, 0), 0) > 0:
-                    slot = tl.load(slots_ptr + tl.program_id(1) * ROWS + each)
-                    length = tl.minimum(tl.load(lengths_ptr + slot), width)
-                    known_ptr = history_ptr + slot.to(tl.int64) * history_stride
-                    best = _place_in_ring(
-                        ring_ptr, owners_ptr, known_ptr, tl.load(salts_ptr + slot), at, inside,
-                        age, length, shortest, longest, capacity,
-                    )  # fmt: skip
-                    if best > 0:
-                        tl.atomic_max(found_ptr + slot, best)
+    newest = tl.load(ring_ptr + tl.where(at > 0, at, capacity) - 1, mask=inside, other=-1)
+    head = tl.load(head_ptr)
+    age = at - head
+    age += tl.where(age < 0, capacity, 0)
+    for number in range(ROWS):
+        row = tl.program_id(1) * ROWS + number
+        order = tl.load(order_ptr + row, mask=row < num_seqs, other=-1)
+        if order == 0:
+            slot = tl.load(slots_ptr + row)
+            length = tl.minimum(tl.load(lengths_ptr + slot), width)
+            known_ptr = history_ptr + slot.to(tl.int64) * history_stride
+            end = tl.load(known_ptr + length - 1, mask=length > 0, other=-2)
+            alike = newest == end
+            count = alike.to(tl.int32)
+            goes_on, back = tl.max(count, 0), 2
+            while (goes_on > 0) & (back <= longest):
+                place = at - back
+                place += tl.where(place < 0, capacity, 0)
+                token = tl.load(ring_ptr + place, mask=alike, other=-1)
+                end = tl.load(known_ptr + length - back, mask=back <= length, other=-2)
+                alike &= token == end
+                count += alike.to(tl.int32)
+                goes_on = tl.max(alike.to(tl.int32), 0)
+                back += 1
+            hit = count >= shortest
+            if tl.max(hit.to(tl.int32), 0) > 0:
+                owner = tl.load(owners_ptr + at, mask=hit, other=0)
+                following = tl.load(ring_ptr + at, mask=hit, other=-1)
+                hit &= (owner == tl.load(salts_ptr + slot)) & (following >= 0)
+                key = (count.to(tl.int64) << 32) | age.to(tl.int64)
+                best = tl.max(tl.where(hit, key, 0), 0)
+                if best > 0:
+                    tl.atomic_max(found_ptr + slot, best)
 
 
 @triton.jit

@@ -94,7 +94,7 @@ def test_salts_are_numbers_of_their_own() -> None:
         ('{"method": "suffix"}', {"num_speculative_tokens": 8, "prompt_lookup_max": 24}),
         (
             '{"method": "suffix", "suffix_decoding_max_tree_depth": 2}',
-            {"prompt_lookup_max": 2, "prompt_lookup_min": 2, "suffix_cached_tokens": 1 << 18},
+            {"prompt_lookup_max": 2, "prompt_lookup_min": 2, "suffix_cached_tokens": 1 << 17},
         ),
         (
             '{"method": "suffix", "suffix_decoding_max_cached_requests": 0}',
@@ -102,7 +102,7 @@ def test_salts_are_numbers_of_their_own() -> None:
         ),
         (
             '{"method": "suffix", "suffix_decoding_max_cached_requests": 9}',
-            {"suffix_cached_tokens": 1 << 18, "prompt_lookup_min": 3},
+            {"suffix_cached_tokens": 1 << 17, "prompt_lookup_min": 3},
         ),
     ],
 )

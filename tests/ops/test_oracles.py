@@ -143,6 +143,11 @@ def next_token(ids: Tensor) -> Tensor:
     return torch.where(ids >= 0, ids + 1, ids)
 
 
+LOOKS: list[tuple[str, Callable[[Any], Any]]] = [
+    ("lengths", lambda lengths: lengths - 1),
+    ("shortest", lambda shortest: shortest + 1),
+    ("longest", lambda longest: max(1, longest // 2)),
+]
 MISTAKES: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
     "rms_norm": [("eps", more_eps), ("weight", percent), ("weight_offset", lambda w: w - 0.01)],
     "add_rms_norm": [("eps", more_eps), ("residual", torch.neg), ("weight", percent)],
@@ -277,20 +282,11 @@ MISTAKES: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
         ("tables", lambda tables: tables.flip(2)),
         ("block_size", lambda size: 2 * size),
     ],
-    "propose_ngrams": [
-        ("lengths", lambda lengths: lengths - 1),
-        ("shortest", lambda shortest: shortest + 1),
-        ("longest", lambda longest: max(1, longest // 2)),
-        ("history", lambda history: history.flip(1)),
-    ],
+    "propose_ngrams": [*LOOKS, ("history", lambda history: history.flip(1))],
     "propose_suffix": [
-        ("lengths", lambda lengths: lengths - 1),
-        ("shortest", lambda shortest: shortest + 1),
-        ("longest", lambda longest: max(1, longest // 2)),
+        *LOOKS,
         ("ring", lambda ring: ring.flip(0)),
         ("salts", lambda salts: salts + 1),
-        ("owners", lambda owners: owners + 1),
-        ("head", lambda head: head // 2),
     ],
     "write_inputs": [("last_tokens", off_by_one), ("packed", off_by_one)],
     **{
