@@ -77,7 +77,6 @@ def test_fields_have_the_names_of_vllm(config: dict[str, Any], read: dict[str, A
     [
         ({"method": "eagle3", "num_speculative_tokens": 3}, "model=None: .* of an EAGLE-3 head"),
         ({"method": "qwen3_next_mtp"}, "num_speculative_tokens=None: expected how many"),
-        ({"method": "suffix"}, "no suffix tree; method='ngram'"),
         ({"method": "draft_model", "num_speculative_tokens": 3}, "model=None: expected the folder"),
         (
             {"method": "ngram", "model": "x", "num_speculative_tokens": 3},
