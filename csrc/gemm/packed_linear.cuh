@@ -29,7 +29,7 @@ namespace fusewright::gemm {
 
 constexpr int kPackedComputeThreads = 2 * kWarpgroupThreads;
 constexpr int kPackedThreads = kPackedComputeThreads + kWarpgroupThreads;  // of which one copies
-constexpr int kPackedRows = 128;                                           // of a tile
+constexpr int kLog2PackedRows = 7, kPackedRows = 1 << kLog2PackedRows;     // of a tile
 constexpr int kPackedLineColumns = 2 * kLineBytes;  // of a line of the weight
 constexpr int kXLineColumns = kLineBytes / 2;       // of a line of x
 constexpr int kXLinesOfLine = kPackedLineColumns / kXLineColumns;
@@ -60,13 +60,13 @@ struct PackedShared {
 
 // What a block computes: a tile's outputs from `output` on, over some lines of K.
 struct PackedShare {
-  int rank, splits, outputs, output, first, num_lines;
+  int rank, splits, log2_outputs, output, first, num_lines;
 
   __device__ PackedShare(const SkinnyLinearArgs& args, int splits)
       : rank(splits > 1 ? block_rank() : 0),
         splits(splits),
-        outputs(args.gated() ? kPackedRows / 2 : kPackedRows),
-        output(blockIdx.x / splits * outputs) {
+        log2_outputs(args.gated() ? kLog2PackedRows - 1 : kLog2PackedRows),
+        output(blockIdx.x / splits << log2_outputs) {
     const int lines = args.in_features / kPackedLineColumns;
     first = rank * lines / splits;
     num_lines = (rank + 1) * lines / splits - first;
@@ -261,7 +261,7 @@ template <typename T>
 __device__ __forceinline__ void store_packed(const SkinnyLinearArgs& args, const PackedShare& share,
                                              uint32_t memory) {
   constexpr Element kElement = Element::kBFloat16;
-  const int pairs = share.outputs / 2;
+  const int log2_pairs = share.log2_outputs - 1, outputs = 1 << share.log2_outputs;
   const int stride = kPackedComputeThreads * share.splits;
   const auto add_up = [&](int token, int row) {
     float2 total = {};
@@ -273,7 +273,7 @@ __device__ __forceinline__ void store_packed(const SkinnyLinearArgs& args, const
       const float2 v = load_cluster_pair(address_in(at, rank));
       total.x += v.x, total.y += v.y;
     }
-    const int n = share.output + row % share.outputs + row / share.outputs * args.out_features;
+    const int n = share.output + row % outputs + (row >> share.log2_outputs) * args.out_features;
     total.x *= T::Format::kSumFactor, total.y *= T::Format::kSumFactor;
     if (T::Format::kScaled) {
       total.x *= args.weight_scale[n], total.y *= args.weight_scale[n + 1];
@@ -284,10 +284,13 @@ __device__ __forceinline__ void store_packed(const SkinnyLinearArgs& args, const
     }
     return total;
   };
-#pragma unroll 1
-  for (int item = share.rank * kPackedComputeThreads + threadIdx.x; item < args.num_tokens * pairs;
-       item += stride) {
-    const int token = item / pairs, row = item % pairs * 2, n = share.output + row;
+  // With many tokens several items are in flight; else the code is kept short.
+  constexpr int kAtOnce = T::kTokens > 128 ? 4 : 1;
+#pragma unroll kAtOnce
+  for (int item = share.rank * kPackedComputeThreads + threadIdx.x;
+       item < args.num_tokens << log2_pairs; item += stride) {
+    const int token = item >> log2_pairs, row = (item & ((1 << log2_pairs) - 1)) * 2;
+    const int n = share.output + row;
     if (n >= args.out_features) continue;
     float2 v = add_up(token, row);
     if (args.epilogue != Epilogue::kLinear) {
@@ -295,7 +298,7 @@ __device__ __forceinline__ void store_packed(const SkinnyLinearArgs& args, const
       v.y = activated(rounded(v.y, kElement), args.epilogue);
     }
     if (args.gated()) {
-      const float2 up = add_up(token, row + share.outputs);
+      const float2 up = add_up(token, row + outputs);
       v.x *= rounded(up.x, kElement), v.y *= rounded(up.y, kElement);
     }
     const int64_t at = static_cast<int64_t>(token) * args.out_features + n;
