@@ -73,7 +73,11 @@ cudaError_t launch_rows(const SkinnyLinearArgs& args, bool programmatic, cudaStr
 
 template <typename Format>
 cudaError_t launch_format(const SkinnyLinearArgs& args, bool programmatic, cudaStream_t stream) {
-  if (args.num_tokens <= 2) return stream_rows<Format, 2>(args, programmatic, stream);
+  // Tiles for two tokens leave room for more blocks a multiprocessor. Where scales multiply sums,
+  // that gains nothing, and a layer that starts beside the one before is spread less evenly.
+  if constexpr (!Format::kScalesSums) {
+    if (args.num_tokens <= 2) return stream_rows<Format, 2>(args, programmatic, stream);
+  }
   if (args.num_tokens <= kMaxWideTokens) return stream_rows<Format, 8>(args, programmatic, stream);
   const bool plain = args.epilogue != Epilogue::kAdd && !args.squares && !args.out_scale;
   if constexpr (kForMany<Format>) {
