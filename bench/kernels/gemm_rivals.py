@@ -3,9 +3,9 @@
 A rival is called with the arguments of ``linear``.  At the first call of a shape it measures its
 kernels there, and then runs the fastest: of cuBLASLt's algorithms, by the search that writes device
 tables; of CUTLASS's, those of ``cutlass_linear.cu``, for integers of four bits those of
-``cutlass_mixed.cu``, which are compiled where nvcc and the headers are (``pip install nvidia-
-cutlass``) and kept in the user's folder.  A gated activation behind them is the kernel that a layer
-has without a fused one.
+``cutlass_mixed.cu``.  They are compiled where nvcc and the headers are (``pip install
+nvidia-cutlass``) and kept in the user's folder.  A gated activation behind them is the kernel that
+a layer has without a fused one.
 """
 
 from __future__ import annotations
