@@ -141,7 +141,7 @@ def find_or_compile(
     )
     require = config.store.require if require is None else require
     options = config.compile
-    if drafts_on_gpu(config):
+    if config.scheduler.speculative is not None:
         own = {name for name, _ in draft_calls(1, 1)}
         named = tuple(name for name in options.named_kernels if name not in own)
         options = replace(options, named_kernels=named)
