@@ -361,5 +361,5 @@ def _experts(draw: Draw, on_gpu: bool) -> Iterator[Case]:
         yield _moe(draw, label, tokens, *large, 4096, bias=tokens == 2, fp8=fp8)
     yield _moe(draw, "1 token of experts, FP8 block, last", 1, *large, 0, fp8="block")
     for tokens, n in ((1, 1024), (7, 1024), (8, 0), (64, 1024)):
-        sizes = (16, 4, 1024, 768, 1024)
-        yield _moe(draw, f"{tokens} tokens of experts, MXFP4", tokens, *sizes, n, **stored)
+        few = (16, 4, 1024, 768, 1024)
+        yield _moe(draw, f"{tokens} tokens of experts, MXFP4", tokens, *few, n, **stored)

@@ -204,8 +204,8 @@ def packs(call: Call) -> bool:
 def _experts_of(call: Call) -> tuple[Tensor, ...]:
     """The weights of the experts' layers, with their scales and biases if there are some."""
     held = (call.gate_up, call.down, call.gate_up_scale, call.down_scale)
-    held = (*held, call.gate_up_bias, call.down_bias)
-    return tuple([tensor for tensor in held if tensor is not None])
+    biases = (call.gate_up_bias, call.down_bias)
+    return tuple([tensor for tensor in (*held, *biases) if tensor is not None])
 
 
 def grouped_layers(call: Call, routed: Routed) -> Planned:

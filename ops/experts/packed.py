@@ -103,10 +103,10 @@ def layers(call: Call, routed: Routed) -> Planned:
     """Run what ``plan_experts`` plans: the result has no launches left.  x is contiguous."""
     launches, topk_weights, ids, by_expert = routed
     run_all(launches)
-    if by_expert is None:
-        chosen, op = (ids, None), LINEAR
-    else:
-        chosen, op = by_expert, _op(call)
+    chosen: tuple[Tensor, Tensor | None] = (ids, None)
+    if by_expert is not None:
+        chosen = by_expert
+    op = _op(call)
     h = gate_up(call, *chosen, op=op)
     return Planned([], down(call, h, *chosen, op=op), topk_weights)
 
