@@ -1,6 +1,6 @@
 // A gated linear layer for many tokens: y[m, n] = act(gate) * up of the sums gate = sum_k x[m, k] *
-// weight[n, k] + bias[n] and up, out_features rows of the weight behind it. Of bfloat16 with float
-// sums, rounded before the activation and behind it.
+// weight[n, k] + bias[n] and up, out_features rows of the weight behind it. Of bfloat16 or FP8 with
+// float sums, rounded to bfloat16 before the activation and behind it.
 //
 // Limit: the bytes of the weight, above about 200 rows matrix multiplication. What it takes to stay
 // near that:
@@ -10,6 +10,7 @@
 // - The rows of the weight of a tile are chosen so that tiles fill whole rounds of blocks.
 // - Gate and up of an output are columns of one MMA, so they meet in one thread's registers.
 // - One of the warpgroups is ahead by a few steps: while one rounds and stores, the other computes.
+//   Those of FP8, which add up each step, alternate by themselves.
 //
 // An element's sum has one order whatever the other rows are. Free of any framework; sm_90a.
 #pragma once

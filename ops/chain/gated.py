@@ -34,10 +34,12 @@ def _never(stages: tuple[Any, ...]) -> str:
 
 def _described(part: Part) -> LinearDesc:
     (_, act), operands = part.stages, part.operands[0]
+    rows, columns = operands["weight"].shape
     return LinearDesc(
         "fp8 token",
         part.state.total.dtype,
-        *operands["weight"].shape,
+        rows,
+        columns,
         bias=operands.get("bias") is not None,
         activation=act.activation,
     )
