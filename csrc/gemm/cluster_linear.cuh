@@ -20,8 +20,8 @@
 #include "../common/numbers.cuh"
 #include "../common/wgmma.cuh"
 #include "async_copy.cuh"
-#include "fp8_mma.cuh"
 #include "skinny.h"
+#include "wide_mma.cuh"
 
 namespace fusewright::gemm {
 

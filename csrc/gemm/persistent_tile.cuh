@@ -6,9 +6,8 @@
 #include <cuda_bf16.h>
 
 #include "async_copy.cuh"
-#include "fp8_mma.cuh"
 #include "persistent.h"
-#include "persistent_mma.cuh"
+#include "wide_mma.cuh"
 
 namespace fusewright::gemm {
 
