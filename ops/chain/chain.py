@@ -211,7 +211,9 @@ def _launches(*args: Any, way: Way) -> Launches[Results]:
     """The Triton launches that any number of rows like this one may need: those of the stages in
     turn, and those beside chain kernels."""
     call = checked(args)
-    in_turn = tuple(k for k in way.kernels if k.launches is not no_launches)
+    in_turn = tuple(
+        k for k in way.kernels if k.launches is not no_launches and not k.quantizes
+    )  # one that quantizes as stages in turn do leaves these to them where it cannot read
     planned: list[Launch] = []
     for kernels in dict.fromkeys((in_turn, way.kernels)):
         results = _plan(call, cover(args, kernels).steps, way, planned)

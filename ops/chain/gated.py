@@ -1,7 +1,7 @@
 """The chain kernel of gated FP8 layers: csrc multiplies and activates, Triton quantizes.
 
-It reads x as the stage before has quantized it, and hands on a quantized result, so that all stages
-around it run as without it.
+It reads x as the stage before has quantized it, or quantizes it as the layer would, and hands on a
+quantized result, so that all stages around it run as without it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 
 from ..core.launch import Launches, run_all
 from ..core.target import Target
-from ..launches.quant import quantize
+from ..experts.moe import kernel_names
+from ..launches.quant import Quantized, quantize
 from ..linear.csrc import streamable
 from ..linear.desc import LinearDesc
 from ..linear.kernels import PERSISTENT, STREAM
@@ -53,24 +54,45 @@ def _refuses(part: Part, target: Target) -> str:
     return f"{part.rows} rows: {STREAM.name} is faster" if streams else ""
 
 
+def _read(part: Part) -> Launches[Quantized]:
+    """x as the layer multiplies it, and its scales."""
+    state = part.state
+    if state.scale is not None:
+        return [], (state.x, state.scale)
+    return quantize(state.x, part.stages[0].group_size)
+
+
 def _quantized(part: Part, y: Any) -> Launches[State]:
     launches, (x, scale) = quantize(y, part.stages[1].group_size)
     return launches, part.state._replace(x=x, scale=scale)
 
 
+def _around(part: Part) -> tuple[Launches[Quantized], Launches[State]]:
+    """The launches ahead of the kernel, and those behind."""
+    columns = _described(part).columns
+    return _read(part), _quantized(part, part.state.total.new_empty((part.rows, columns)))
+
+
 def _launches(part: Part) -> Launches[State]:
-    total, desc = part.state.total, _described(part)
-    return _quantized(part, total.new_empty((part.rows, desc.columns)))
+    (ahead, _), (behind, state) = _around(part)
+    return ahead + behind, state
+
+
+def _names(part: Part) -> tuple[str, ...]:
+    (ahead, _), (behind, _) = _around(part)
+    return (*kernel_names(ahead), PERSISTENT.name, *kernel_names(behind))
 
 
 def _run(part: Part) -> State | None:
-    (_, act), operands, state = part.stages, part.operands[0], part.state
-    x = streamable(state.x, operands["weight"])
-    if x is None or state.scale is None:
-        return None
+    (_, act), operands = part.stages, part.operands[0]
     weight, bias = operands["weight"], operands.get("bias")
-    scales = (state.scale, operands["weight_scale"])
-    y = torch.ops.fw_cuda.persistent_linear.default(x, weight, bias, act.activation, *scales)
+    ahead, (x, scale) = _read(part)
+    rows = streamable(x, weight)
+    if rows is None:
+        return None
+    run_all(ahead)
+    scales = (scale, operands["weight_scale"])
+    y = torch.ops.fw_cuda.persistent_linear.default(rows, weight, bias, act.activation, *scales)
     launches, made = _quantized(part, y)
     run_all(launches)
     return made
@@ -82,7 +104,7 @@ GATED = ChainKernel(
     _never,
     _refuses,
     _run,
-    lambda part: (PERSISTENT.name, "_quant_kernel"),
+    _names,
     _launches,
     quantizes=True,
 )

@@ -40,7 +40,6 @@ csrc's, by the weight's bytes an element (docs/decisions/many-tokens-use-a-group
 MANY_TOKENS = 1 << 20
 """A number of tokens that the grouped GEMM surely serves, if it serves the layer at all."""
 _MOST_TOP_K, _MOST_EXPERTS, _MOST_GROUPS = 16, 256, 32
-_MOST_FEATURES = 16384
 # Bfloat16 elements in a 128-byte line, the unit of copies; and the fewest rows of a tile.
 _LINE, _ROWS = 64, 8
 _SCALE_BLOCK = 128
@@ -116,8 +115,9 @@ def why_not_streamed(call: Call, rows: int, target: Target) -> str:
         return _why_not_few(rows) or packed.why_not_few(call, rows, target)
     experts, both, hidden = call.gate_up.shape
     inner = both // 2
-    if hidden % _LINE or inner % _LINE or max(hidden, inner) > _MOST_FEATURES:
-        return f"{hidden} and {inner} features: not multiples of {_LINE} up to {_MOST_FEATURES}"
+    if hidden % _LINE or inner % _LINE or max(hidden, inner) > packed.MOST_FEATURES:
+        most = packed.MOST_FEATURES
+        return f"{hidden} and {inner} features: not multiples of {_LINE} up to {most}"
     if inner % _ROWS or experts * max(both, hidden) >= 1 << 30:
         return f"weights of {experts} x {both} rows"
     return _why_not_few(rows) or why_not_built(target.csrc, "moe_route")

@@ -31,6 +31,7 @@ MANY_ROWS = 32
 """Rows an expert on average up to which ``moe_packed_linear`` is faster, and from which on the
 grouped GEMM is faster than Triton's kernels."""
 FORMATS = ("mxfp4", "int4_g32", "int4_g64", "int4_g128")
+MOST_FEATURES = 16384
 _MOST_EXPERTS, _MOST_TOP_K = 512, 16
 # Of moe_packed_linear (csrc/moe/packed.h): an entry is an expert with eight of its rows or more.
 _MOST_SLOTS, _MOST_ENTRIES, _ENTRY_ROWS, _FEWEST_COLUMNS = 8192, 512, 8, 704
@@ -48,8 +49,8 @@ def why_not_weights(call: Call) -> str:
         return f"the activation is {call.activation}"
     experts, both, hidden = *call.gate_up.shape[:2], call.x.shape[1]
     inner = both // 2
-    if hidden % 64 or inner % 64:
-        return f"{hidden} and {inner} features: not multiples of 64"
+    if hidden % 64 or inner % 64 or max(hidden, inner) > MOST_FEATURES:
+        return f"{hidden} and {inner} features: not multiples of 64 up to {MOST_FEATURES}"
     if experts > _MOST_EXPERTS or call.top_k > _MOST_TOP_K:
         return f"top {call.top_k} of {experts} experts: at most {_MOST_TOP_K} of {_MOST_EXPERTS}"
     return ""

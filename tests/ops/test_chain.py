@@ -172,9 +172,21 @@ def test_gated_fp8_layers_activate_where_they_multiply(rows: int) -> None:
     at = names.index("persistent_linear")
     assert names[at - 1 : at + 2] == ["_norm_quant_kernel", "persistent_linear", "_quant_kernel"]
     assert len(names) == 8 and names.count("_quant_kernel") == 2
+
+
+@pytest.mark.parametrize("rows", [33, 64])
+def test_a_gated_fp8_layer_quantizes_what_its_norm_does_not(rows: int) -> None:
+    """As behind a norm with an offset.  Where the kernel cannot read, the layer and its activation
+    run in turn: what they launch is planned beside what the kernel does."""
+    op, args = CHAIN.implementation("cuda"), decoder_layer(rows, "token")
+    args[3] = args[3].replace("eps=1e-05, group_size=0)", "eps=1e-05, offset=1.0)")
+    names = [*op.runs(*args)]  # type: ignore[misc]
+    at = names.index("persistent_linear")
+    assert names[at - 1 : at + 2] == ["_quant_kernel", "persistent_linear", "_quant_kernel"]
     planned, _ = op.launches(*args)  # type: ignore[misc]
-    behind = [x for x in planned if x.kernel == "quant:_quant_kernel" and x.args["width"] == 14336]
-    assert {launch.constexprs["ACTIVATION"] for launch in behind} == {"none"}
+    quantized = [each for each in planned if each.kernel == "quant:_quant_kernel"]
+    kinds = {(each.args["width"], each.constexprs["ACTIVATION"]) for each in quantized}
+    assert kinds >= {(4096, "none"), (14336, "none"), (14336, "silu")}
 
 
 def test_each_layer_behind_a_kernel_that_cannot_read_has_its_own_implementation(

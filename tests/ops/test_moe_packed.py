@@ -179,6 +179,7 @@ def test_what_the_kernels_cannot_read_is_refused() -> None:
         (300, 128, {}, ("_route_kernel", "_sort_by_expert_kernel", GROUPED, GROUPED)),
         (8, 640, {}, ("moe_route", "_expert_linear_kernel", "_expert_linear_kernel")),
         (8, 768, {"weight_format": "int4_zero_g32"}, ("moe_route", "_expert_linear_kernel")),
+        (300, 16448, {}, ("_route_kernel", "_sort_by_expert_kernel", "_expert_linear_kernel")),
     ],
 )
 def test_the_kernels_follow_format_and_rows(
