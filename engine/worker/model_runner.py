@@ -243,8 +243,9 @@ class ModelRunner:
         packed = host.filled(tables.size)
         self.ops("write_inputs", packed, self.sampler.last_tokens, *host.targets)
         if len(batch.ahead) and self.sampler.drafts is not None:
-            size = self.tables.block_size
-            self.sampler.drafts.place(buffers, padded_seqs, self.num_groups, size)
+            # Graphs may have a row of padding more than there are tokens.
+            num_rows, size = min(padded_seqs, buffers.max_tokens), self.tables.block_size
+            self.sampler.drafts.place(buffers, num_rows, self.num_groups, size)
 
     def _repeated(self, dispatch: Dispatch, batch: Batch) -> int | None:
         """The sequence that padding of a decode repeats, if it is to choose no experts of its own:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from .sampling.requests import REQUEST, RowParameters, Rows
 
 _ALWAYS = (1 << 31) - 1
 """Longer than any sequence."""
+_Key: TypeAlias = tuple[int, bytes, bytes]
+"""What tells batches apart: the requests that were admitted before, the slots, what they sample."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Sampler:
         self._num_admitted = 0
         self._counts: Tensor | None = None
         self._prompt_mask: Tensor | None = None
-        self._rows: Rows | None = None
+        self._rows: dict[_Key, Rows] = {}
         self._never = torch.tensor(-torch.inf, device=self._device)
 
     def warm_up(self, dtype: torch.dtype) -> None:
@@ -230,12 +232,14 @@ class Sampler:
         return Sampled(host[:count], None, has_drafts)
 
     def _rows_of(self, batch: Batch) -> Rows:
-        """Collect what the requests ask for, or reuse the last rows if nobody came or went."""
+        """Collect what the requests ask for, or reuse rows if nobody came or went: of a draft
+        model there are those of a batch and those with its padding."""
         key = (self._num_admitted, batch.slots.tobytes(), batch.num_sampled.tobytes())
-        if self._rows is None or self._rows.key != key:
+        if key not in self._rows:
+            if len(self._rows) > 1:
+                del self._rows[next(iter(self._rows))]
             requests, samples = self._slots[batch.slots], batch.num_sampled > 0
-            self._rows = Rows(
-                key=key,
+            self._rows[key] = Rows(
                 requests=requests,
                 samples=samples,
                 draws=bool((samples & ~requests["likeliest"]).any()),
@@ -244,7 +248,7 @@ class Sampler:
                 has_allowed=bool((samples & requests["has_allowed"]).any()),
                 num_logprobs=int(requests["num_logprobs"].max(initial=-1, where=samples)),
             )
-        return self._rows
+        return self._rows[key]
 
     def _banned(self, batch: Batch, rows: Rows) -> list[tuple[int, int, int]]:
         """(row, token id, length) of the tokens that are banned by the batch, or would end a

@@ -81,16 +81,15 @@ def test_a_request_whose_tokens_the_host_must_see_has_drafts_of_the_host() -> No
     assert seen["waited for"] and llm.report()["drafts"]["error"] == ""
 
 
-def captured(name: str) -> LLM:
-    config = json.dumps(DRAFTERS[name])
+def captured(name: str, **given: Any) -> LLM:
     options = EngineOptions(
         model="abacus",
         device="cpu",
         dtype="float32",
         max_model_len=128,
         max_num_seqs=8,
-        cudagraph_mode="FULL_AND_PIECEWISE",
-        speculative_config=config,
+        speculative_config=json.dumps(DRAFTERS[name]),
+        **{"cudagraph_mode": "FULL_AND_PIECEWISE", **given},
     )
     return LLM.from_engine(Engine(options, Hardware("cpu", "recorded", graphs="recording")))
 
@@ -133,3 +132,37 @@ def replays_of_a_step(llm: LLM) -> set[int]:
         engine.step()
         counts.add(sum(each.replays for each in backends) - before)
     return counts
+
+
+def test_parameters_of_padded_batches_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, uploads = captured("abacus-draft"), []
+    sampler: Any = llm.engine.draft._sampler  # type: ignore[attr-defined]
+    upload = sampler._upload
+
+    def uploaded(*args: Any) -> Any:
+        uploads.append(args)
+        return upload(*args)
+
+    monkeypatch.setattr(sampler, "_upload", uploaded)
+    engine: Any = llm.engine
+    how = SamplingParams(temperature=0.8, seed=3, max_tokens=60, ignore_eos=True)
+    for number, prompt in enumerate(PROMPTS[:3]):  # in the graph of four
+        engine.add_request(prompt, how, f"{number}")
+    for _ in range(5):
+        engine.step()
+    assert uploads
+    uploads.clear()
+    for _ in range(4):
+        engine.step()
+    assert not uploads
+
+
+def test_rows_of_full_graphs_are_no_more_than_tokens() -> None:
+    """Graphs of whole steps have a row of padding; a step of as many tokens as rows has none."""
+    llm = captured("abacus-draft", cudagraph_mode="FULL", max_num_batched_tokens=32)
+    prompts = [each.prompt for each in held_out(8, seed=9)]
+    given = facts(llm.generate(prompts, params(ignore_eos=True), use_tqdm=False))
+    alone = LLM("abacus", **OPTIONS)
+    assert given == facts(alone.generate(prompts, params(ignore_eos=True), use_tqdm=False))
+    drafts = llm.report()["drafts"]
+    assert drafts["error"] == "" and drafts["accepted"] > 20

@@ -127,11 +127,13 @@ class PassRunner:
         runner = self._runner
         if not runner.graphs.are_captured or not runner.sampler.common(drafting)[0]:
             return None
-        most, sizes = self._drafting.buffers.max_seqs, runner.graphs.dispatcher.decode_sizes
-        fitting = (size for size in sizes if drafting.num_seqs <= size <= most)
+        sizes = runner.graphs.dispatcher.decode_sizes
+        widest = min(self._drafting.buffers.max_seqs, self._drafting.buffers.max_tokens)
+        fitting = (size for size in sizes if drafting.num_seqs <= size <= widest)
         if (num_seqs := next(fitting, None)) is None:
             return None
-        rows = min(num_seqs * (depth + 1), runner.buffers.max_seqs)
+        most = min(runner.buffers.max_seqs, runner.buffers.max_tokens)
+        rows = min(num_seqs * (depth + 1), most)
         if fresh.num_seqs > rows:  # the step had more drafts a request than follow
             return None
         return _repeated(drafting, num_seqs), rows

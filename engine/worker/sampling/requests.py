@@ -33,7 +33,6 @@ class Rows:
     ``num_logprobs``: the most that one wants, or -1.
     """
 
-    key: tuple[int, bytes, bytes]
     requests: npt.NDArray[Any]
     samples: npt.NDArray[np.bool_]
     draws: bool
