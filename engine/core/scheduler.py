@@ -299,6 +299,9 @@ class Scheduler:
     def _take(self, request: Request, end: int, num_tokens: int) -> ScheduledRequest:
         """Schedule the request's tokens up to ``end`` of ``num_tokens``; it has their blocks."""
         start = request.num_computed_tokens
+        if self.drafts is not None and self.pool.has_windows:
+            # ``_make_room`` comes late for blocks ahead of need.  No row will lie before ``start``.
+            self.pool.free_behind(request.blocks, start)
         request.num_computed_tokens = end
         if self.prefix_caching and end >= (request.num_cached_blocks + 1) * self.pool.block_size:
             self._uncached.append(request)
@@ -346,10 +349,8 @@ class Scheduler:
                 break
             self.waiting.take(request)
             self._set_aside.append(request)
-        if request is None:
-            return None
         # A preempted request is recomputed from the tokens that the CPU knows: wait for the rest.
-        if request.num_in_flight > 0:
+        if request is None or request.num_in_flight > 0:
             return None
         pool, num_tokens = self.pool, request.num_tokens
         if not self.step_limits.enable_chunked_prefill and num_tokens > budget:
@@ -386,8 +387,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._release(request)
-        request.status = RequestStatus.PREEMPTED
-        request.num_computed_tokens = 0
+        request.status, request.num_computed_tokens = RequestStatus.PREEMPTED, 0
         self.num_preemptions += 1
         self._news.preempted.append(request.request_id)
         self.waiting.put(request)

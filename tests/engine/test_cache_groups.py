@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from fusewright import LLM, SamplingParams
 from fusewright.config import EngineOptions, Hardware, UserError
+from fusewright.config.step_fields import REJECTED
+from fusewright.engine.core.batch import NO_DRAFT, ScheduledStep
 from fusewright.engine.core.chunks import StepLimits
+from fusewright.engine.core.drafting.model_drafter import ModelDrafter
+from fusewright.engine.core.drafts import Drafts
 from fusewright.engine.core.kv_blocks import BlockPool
+from fusewright.engine.core.ngram import NgramDrafter
 from fusewright.engine.core.scheduler import Scheduler
 from fusewright.engine.engine import Engine
 from fusewright.engine.messages.cache_group import CacheGroup
+from fusewright.engine.messages.draft_run import DraftRun
+from fusewright.engine.messages.step import StepResult
 from fusewright.model_executor.cache_spec import KV_PAIRS, KVCacheSpec, group_layers
 from tests.model_executor.tiny_models import BY_NAME, TinyModel
 
@@ -162,6 +171,45 @@ def test_blocks_that_went_back_serve_others_and_are_then_not_found() -> None:
     assert start < 40
     scheduler.cache_blocks()
     check_invariants(scheduler)
+
+
+@pytest.mark.parametrize("has_planner", [False, True])
+def test_drafts_keep_no_blocks_behind_a_window(has_planner: bool) -> None:
+    """Of n-grams on the device or of a model behind the step, all of them wrong."""
+    drafter: Any = NgramDrafter(3, 1)
+    if has_planner:
+        model = DraftRun(lambda _: [], lambda: 0, 0, 16, 2048, 512, 0.1, lambda: "")
+        drafter = ModelDrafter(model)
+    planner = drafter if has_planner else None
+    without = held_by_a_window(None)
+    held = held_by_a_window(Drafts(drafter, 4, on_device=True, planner=planner))
+    # Tokens of two steps and drafts of three may be in one more block of each request.
+    assert max(without) == 2 * 5 and max(held) <= max(without) + 2
+
+
+def held_by_a_window(drafts: Drafts | None) -> list[int]:
+    """Blocks that two requests hold for a layer with a window of 64, at each step behind their
+    prompts, with a step in flight."""
+    pool, held = BlockPool(200, 16, (CacheGroup(), CacheGroup(64))), list[int]()
+    scheduler = Scheduler(pool, StepLimits(2, 512, 2048, max_num_rows=10), drafts=drafts)
+    for name in "ab":
+        scheduler.add(request(name, [1] * 200, max_tokens=200))
+    in_flight: list[ScheduledStep] = []
+    num_drafts = 0
+    while scheduler.num_unfinished:
+        if (step := scheduler.schedule()) is not None:
+            in_flight.append(step)
+            num_drafts += sum(each.num_drafts for each in step.drafted)
+        running = scheduler.running.values()
+        if len(running) == 2 and min(each.num_known_tokens for each in running) > 202:
+            held.append(pool.num_held[1])
+        if len(in_flight) == 2 or step is None:
+            done = in_flight.pop(0)
+            ids = [5 if each.draft == NO_DRAFT else REJECTED for each in done.scheduled]
+            scheduler.update(done, StepResult(np.array(ids, np.int32)))
+    assert (num_drafts > 1000) == (drafts is not None)
+    assert pool.num_free == pool.num_blocks
+    return held
 
 
 def test_a_block_that_went_back_before_its_token_was_known_is_not_found() -> None:
