@@ -127,6 +127,9 @@ class Drafts:
         most = self._most_for(request)
         if not most or request.max_total_tokens - request.num_tokens < 2:
             return False
+        planner = self._planner if self.on_device and not request.needs_host else None
+        if planner is not None and not planner.has_place(request, self._most_now):
+            return False
         try:
             wants = self._drafter.wants(request)
         except Exception as error:

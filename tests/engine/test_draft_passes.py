@@ -71,6 +71,20 @@ def test_a_step_with_drafts_is_launched_while_the_one_before_runs(name: str) -> 
     assert all(seen["drafts"][1:-4]), "a step had no drafts"
 
 
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_nobody_waits_where_no_drafts_have_a_place(name: str) -> None:
+    """The last tokens before ``max_model_len`` are fewer than the drafts of a step."""
+    options = OPTIONS | {"max_model_len": 64}
+    drafter = DRAFTERS[name] | {"num_speculative_tokens": 12}
+    llm = LLM("abacus", **options, speculative_config=drafter)
+    seen = watched(llm)
+    llm.generate(PROMPTS[0], params(ignore_eos=True, max_tokens=None), use_tqdm=False)
+    last = max(step for step, count in enumerate(seen["drafts"]) if count)
+    # The step behind the last drafts waits once: there is a place if none of them is right.
+    assert len(seen["drafts"]) > last + 5 and set(seen["in flight"][last + 2 :]) == {1}, seen
+    assert not seen["waited for"]
+
+
 def test_a_request_whose_tokens_the_host_must_see_has_drafts_of_the_host() -> None:
     llm = LLM("abacus", **OPTIONS, speculative_config=DRAFTERS["abacus-draft"])
     alone, seen = LLM("abacus", **OPTIONS), watched(llm)

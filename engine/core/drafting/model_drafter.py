@@ -143,6 +143,11 @@ class ModelDrafter:
         seen = self._seen.get(request.request_id)
         return seen.num_made if seen is not None and seen.blocks is request.blocks else 0
 
+    def has_place(self, request: Request, depth: int) -> bool:
+        """Whether a request that waits for what is in flight can have ``depth`` drafts behind the
+        next step; near the end of what the model can read there is no place for so many."""
+        return request.num_tokens - self._behind + depth <= self._max_model_len
+
     def reach(self, part: Part, depth: int) -> int:
         """Tokens that a request must have room for, so that it may have ``depth`` drafts behind a
         step if all that it tries are right; more than it may ever have, if that is too many."""

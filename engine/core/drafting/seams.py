@@ -41,6 +41,10 @@ class Planner(Protocol):
     def follows(self, request: Request) -> bool:
         """Whether passes behind the steps in flight read all that these compute of a request."""
 
+    def has_place(self, request: Request, depth: int) -> bool:
+        """Whether a request that is not followed can still have ``depth`` drafts behind the step of
+        its last token, if none are in flight then."""
+
     def num_made(self, request: Request) -> int:
         """Drafts that the device has for the next step of a request."""
 
