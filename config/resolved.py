@@ -150,6 +150,10 @@ class SchedulerConfig:
     speculative: SpeculativeConfig | None = field(
         default=None, metadata=outside_key("a draft is a row of one token, as a decode is")
     )
+    is_drafter: bool = field(
+        default=False, metadata=outside_key("kernels of drafts are an artifact of their own")
+    )
+    """Whether the model drafts for another one."""
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def aot_compile(
 
     Returns:
         One for each pipeline stage, then one for the model or head that drafts, if there is one.
-        On a GPU the kernels of drafts follow each stage.
+        On a GPU the kernels of drafts follow each stage, and a drafter of several KV groups.
 
     Raises:
         UserError: the options compile nothing, or not without the GPU; the artifact cannot be kept.
@@ -133,7 +133,7 @@ def aot_compile(
             left += (f"import of transformers: {why}; compile the folder with its weights",)
         results.append(AotResult(compiled, label, startup, left, folder))
         startup = StartupReport()
-        if drafts_on_gpu(own):
+        if drafts_on_gpu(spec, own):
             results.append(_compile_drafts(spec, own, store, startup))
             startup = StartupReport()
     return results

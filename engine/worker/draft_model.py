@@ -144,7 +144,8 @@ def read_draft_model(
 
 def _with_rows(own: ResolvedConfig, target: ResolvedConfig) -> ResolvedConfig:
     """The config of a draft model that reads all rows of a step of the target."""
-    scheduler = replace(own.scheduler, max_num_rows=target.scheduler.max_num_rows)
+    num_rows = target.scheduler.max_num_rows
+    scheduler = replace(own.scheduler, max_num_rows=num_rows, is_drafter=True)
     sizes = target.capture.sizes if own.capture.sizes else ()
     return replace(own, scheduler=scheduler, capture=replace(own.capture, sizes=sizes))
 

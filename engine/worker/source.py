@@ -150,10 +150,12 @@ def find_or_compile(
     )
 
 
-def drafts_on_gpu(config: ResolvedConfig) -> bool:
-    """Whether an engine runs the kernels of drafts."""
-    asked, hardware = config.scheduler.speculative, config.hardware
-    return asked is not None and config.compile.trace and hardware.device == "cuda"
+def drafts_on_gpu(spec: ModelSpec, config: ResolvedConfig) -> bool:
+    """Whether an engine runs the kernels of drafts for a model: for a target all of them, for a
+    drafter ``place_rows`` over its own block tables, which a target's artifact has for one."""
+    asked = config.scheduler.speculative is not None
+    asked |= config.scheduler.is_drafter and len(spec.cache_groups) > 1
+    return asked and config.compile.trace and config.hardware.device == "cuda"
 
 
 def find_or_compile_drafts(
@@ -164,7 +166,7 @@ def find_or_compile_drafts(
     require: bool,
     on_phase: Callable[[str], None],
 ) -> CompiledKernels:
-    """The kernels of ``DraftState``: an artifact beside that of the model's program, which serves
+    """The kernels of ``draft_calls``: an artifact beside that of the model's program, which serves
     with and without drafts."""
 
     def own(key: Key) -> Key:

@@ -228,7 +228,7 @@ def compile_model(
         ops.KERNELS.sealed = config.store.require
         assert compiled.artifact is not None
         peers.share(compiled.artifact)
-        if drafts_on_gpu(config):
+        if drafts_on_gpu(spec, config):
             _load_drafts(spec, config, on_phase)
     say_where_csrc_is_missing(config.hardware)
     if peers.rank == 0:

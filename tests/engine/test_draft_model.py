@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fusewright import LLM
-from fusewright.config import UserError
+from fusewright import LLM, ops
+from fusewright.compiler.emit.kernels import outside_variants
+from fusewright.config import EngineOptions, UserError
+from fusewright.engine import aot_compile as aot
 from fusewright.engine.frontend.outputs import RequestOutput
 from fusewright.engine.messages.step import DraftPasses
+from fusewright.engine.worker import source, startup
+from fusewright.engine.worker.draft_model import read_draft_model
+from fusewright.engine.worker.drafts.state import draft_calls
+from fusewright.engine.worker.progress import Progress
 from fusewright.model_executor.hf_config import model_folder
-from tests.model_executor.tiny_models import TINY_MODELS
+from tests.model_executor.tiny_models import TINY_MODELS, TinyModel
 
 from .test_speculative import KINDS, OPTIONS, PROMPTS, SETUPS, facts, generate, params
 
@@ -199,3 +207,52 @@ def test_a_sequence_beyond_the_draft_models_length_goes_on_without_drafts() -> N
     report = llm.report()["drafts"]
     assert report["error"] == "" and accepted(report) > 0.97
     assert report["drafted"] < 5 * 32
+
+
+# Kernels
+
+
+@pytest.mark.parametrize("way", ["compile", "start"])
+def test_kernels_that_place_rows_over_several_tables_of_a_drafter_are_compiled(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target has one group of layers, the drafter two; each number is a kernel."""
+    layers = ["sliding_attention", "full_attention"]
+    windows = {"layer_types": layers, "use_sliding_window": True, "sliding_window": 32}
+    TinyModel("two groups", "Qwen2", {"vocab_size": 272, **windows}).config().save_pretrained(
+        tmp_path
+    )
+    asked = json.dumps(ITSELF | {"model": str(tmp_path)})
+    options = EngineOptions(model="abacus", load_format="dummy", speculative_config=asked)
+    compiled: list[set[ops.Variant]] = []
+
+    def variants(calls: Any) -> set[ops.Variant]:
+        return outside_variants(calls, config.compile, device="cuda", sm=90)
+
+    def collect(calls: Any, *_: Any, **__: Any) -> MagicMock:
+        compiled.append(variants(calls))
+        return MagicMock(built=False)
+
+    for module in (aot, startup):
+        monkeypatch.setattr(module, "find_or_compile", MagicMock())
+    monkeypatch.setattr(source, "compile_kernels", collect)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    hardware = aot.target_hardware(options, 90)
+    _, spec, config = startup.read_model(options, hardware)
+    draft = read_draft_model(options, config, spec, hardware, weights=False)
+    assert draft is not None
+    assert (len(spec.cache_groups), len(draft.spec.cache_groups)) == (1, 2)
+    if way == "compile":
+        aot.aot_compile(options, target_sm=90)
+    else:
+        weights: Future[Any] = Future()
+        weights.set_result(torch.nn.Module())
+        for of in ((spec, config), (draft.spec, draft.config)):
+            startup.compile_model(*of, weights, startup.StartupReport(), Progress())
+
+    def placing(num_groups: int) -> set[ops.Variant]:
+        every = variants(lambda _, num_seqs: draft_calls(num_seqs, num_groups))
+        return {each for each in every if dict(each.constexprs).get("GROUPS") == num_groups}
+
+    assert placing(1) and placing(2)
+    assert placing(1) | placing(2) <= set[ops.Variant]().union(*compiled)

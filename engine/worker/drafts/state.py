@@ -130,7 +130,8 @@ class DraftState:
 
 
 def draft_calls(num_seqs: int, num_groups: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Every form of call of ``DraftState``: the op's name, and arguments on the meta device."""
+    """Every form of call of ``DraftState`` for a model of so many KV groups, and of ``PassRunner``
+    for a drafter of one or as many: the op's name, and arguments on the meta device."""
 
     def ints(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device="meta")
