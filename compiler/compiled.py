@@ -122,14 +122,17 @@ def compile_kernels(
         config, wanted, store, require, on_phase: as of ``compile()``.
 
     Raises:
-        UserError: as of ``compile()``.
+        UserError, MachineError: as of ``compile()``.
     """
     timer = Timer(on_phase)
 
     def make() -> _Made:
-        with timer.phase("import compiler"):
-            from .build_kernels import build_kernels
-        return build_kernels(calls, config, wanted, timer)
+        from .emit.cpp_compiler import compiler_files
+
+        with compiler_files():
+            with timer.phase("import compiler"):
+                from .build_kernels import build_kernels
+            return build_kernels(calls, config, wanted, timer)
 
     return _obtained(wanted, store, _load_kernels, make, require=require, timer=timer)
 

@@ -101,6 +101,6 @@ def _os_error(error: OSError) -> MachineError:
     where = f" at {error.filename}" if error.filename is not None else ""
     return MachineError(
         f"compiling fails{where}: {error.strerror or error}; Inductor's files go to "
-        "TORCHINDUCTOR_CACHE_DIR, or else to TMPDIR: point it at a folder that can be written and "
-        "has space"
+        "TORCHINDUCTOR_CACHE_DIR, or else to TMPDIR, and Triton's to TRITON_CACHE_DIR, or else to "
+        "~/.triton: point it at a folder that can be written and has space"
     )

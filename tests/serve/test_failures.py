@@ -202,6 +202,31 @@ def test_a_c_compiler_that_triton_misses_is_named() -> None:
         raise RuntimeError("another")
 
 
+KERNELS_ALONE = """
+from fusewright.compiler.artifacts.key import Key, Wanted
+from fusewright.compiler.artifacts.store import Store
+from fusewright.compiler.compiled import compile_kernels
+from fusewright.config import EngineOptions, Hardware, MachineError, ModelLimits, resolve
+from fusewright.engine.worker.drafts.state import draft_calls
+
+gpu = Hardware("cuda", "sm_90", sm=90, graphs="cuda")
+config = resolve(EngineOptions(model="abacus"), gpu, ModelLimits(256, "float32")).compile
+wanted = Wanted(Key({}), [], "kernels", "cuda", 90)
+try:
+    compile_kernels(lambda _, num_seqs: draft_calls(num_seqs, 1), config, wanted, Store(()))
+except MachineError as error:
+    print(error)
+"""
+
+
+def test_a_folder_that_triton_cannot_write_is_named() -> None:
+    env = os.environ | {"TRITON_CACHE_DIR": "/proc/x", "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", KERNELS_ALONE]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
+    assert done.stdout.startswith("compiling fails at /proc/x: "), done.stderr
+    assert "TRITON_CACHE_DIR" in done.stdout
+
+
 def test_a_folder_that_inductor_cannot_write_is_named(tmp_path: Path) -> None:
     line = compiled(tmp_path, TORCHINDUCTOR_CACHE_DIR="/dev/null/x")
     assert "compiling fails at /dev/null/x: Not a directory" in line
