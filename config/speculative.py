@@ -27,7 +27,7 @@ _MOST_LOOKUP = 64
 _LOOKUP = 5
 """Tokens of an n-gram if neither bound is given, as in vLLM."""
 _SUFFIX = {"num_speculative_tokens": 8, "prompt_lookup_min": 3, "prompt_lookup_max": 24}
-"""What ``suffix`` has where nothing is given; the last as in vLLM."""
+"""Defaults of ``suffix``; the last is vLLM's, too."""
 _MOST_CACHED = 1 << 24
 _NEEDS_MODEL = {
     "draft_model": "the folder or ORG/NAME of a draft model",

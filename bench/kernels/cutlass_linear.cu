@@ -1,45 +1,18 @@
 // One kernel of CUTLASS's collective builders for y = x weight^T, bfloat16 with float sums, as a
-// rival of our kernels. cutlass.py compiles it for each of its tiles. Nothing of the package runs it.
-#include <cuda_runtime.h>
-
-#include "cutlass/cutlass.h"
-#include "cutlass/epilogue/collective/collective_builder.hpp"
-#include "cutlass/gemm/collective/collective_builder.hpp"
-#include "cutlass/gemm/device/gemm_universal_adapter.h"
-#include "cutlass/gemm/kernel/gemm_universal.hpp"
-#include "cutlass/util/packed_stride.hpp"
+// rival of our kernels. gemm_rivals.py compiles it for each of its tiles. Nothing of the package
+// runs it.
+#include "cutlass_call.cuh"
 
 namespace {
 
-using Element = cutlass::bfloat16_t;
-using Row = cutlass::layout::RowMajor;
-using Column = cutlass::layout::ColumnMajor;
-using TileShape = cute::Shape<cute::Int<TILE_M>, cute::Int<TILE_N>, cute::_64>;
-using ClusterShape = cute::Shape<cute::Int<CLUSTER_M>, cute::_1, cute::_1>;
-constexpr bool kPingpong = PINGPONG, kStreamK = STREAM_K;
 // The weight may be the tall operand: y is then the transposed result.
 constexpr bool kSwap = SWAP;
 using LayoutD = std::conditional_t<kSwap, Column, Row>;
-using Schedule = std::conditional_t<kPingpong, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
-                                    cutlass::gemm::KernelTmaWarpSpecializedCooperative>;
-using EpilogueSchedule =
-    std::conditional_t<kPingpong, cutlass::epilogue::TmaWarpSpecialized,
-                       cutlass::epilogue::TmaWarpSpecializedCooperative>;
-using Scheduler = std::conditional_t<kStreamK, cutlass::gemm::StreamKScheduler,
-                                     cutlass::gemm::PersistentScheduler>;
-using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
-    cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape,
-    cutlass::epilogue::collective::EpilogueTileAuto, float, float, void, LayoutD, 8, Element,
-    LayoutD, 8, EpilogueSchedule,
-    cutlass::epilogue::fusion::LinearCombination<Element, float, void, float>>::CollectiveOp;
+using Epilogue = EpilogueOf<LayoutD>;
 using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
     cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, Element, Row, 8, Element, Column, 8, float,
-    TileShape, ClusterShape,
-    cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
-        sizeof(typename Epilogue::SharedStorage))>,
-    Schedule>::CollectiveOp;
-using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop,
-                                                    Epilogue, Scheduler>;
+    TileShape, ClusterShape, StagesBeside<Epilogue>, Schedule>::CollectiveOp;
+using Kernel = KernelOf<Mainloop, Epilogue>;
 using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
 
 typename Gemm::Arguments describe(const void* x, const void* weight, void* y, int rows,
@@ -56,12 +29,7 @@ typename Gemm::Arguments describe(const void* x, const void* weight, void* y, in
       {static_cast<const Element*>(a), of_a, static_cast<const Element*>(b), of_b},
       {{}, nullptr, {}, static_cast<Element*>(y), of_d},
       {}};
-  args.epilogue.thread.alpha = 1.0f;
-  args.epilogue.thread.beta = 0.0f;
-  cudaGetDevice(&args.hw_info.device_id);
-  static const int multiprocessors =
-      cutlass::KernelHardwareInfo::query_device_multiprocessor_count(args.hw_info.device_id);
-  args.hw_info.sm_count = multiprocessors;
+  complete(args);
   return args;
 }
 
@@ -75,17 +43,5 @@ extern "C" int64_t workspace_bytes(int rows, int out_features, int in_features) 
 // Returns 0, or what CUTLASS or CUDA refused with.
 extern "C" int run(const void* x, const void* weight, void* y, int rows, int out_features,
                    int in_features, void* workspace, cudaStream_t stream) {
-  const auto args = describe(x, weight, y, rows, out_features, in_features);
-  Gemm gemm;
-  if (const auto status = gemm.can_implement(args); status != cutlass::Status::kSuccess) {
-    return 1000 + static_cast<int>(status);
-  }
-  if (const auto status = gemm.initialize(args, workspace, stream);
-      status != cutlass::Status::kSuccess) {
-    return 2000 + static_cast<int>(status);
-  }
-  if (const auto status = gemm.run(stream); status != cutlass::Status::kSuccess) {
-    return 3000 + static_cast<int>(status);
-  }
-  return static_cast<int>(cudaGetLastError());
+  return launch<Gemm>(describe(x, weight, y, rows, out_features, in_features), workspace, stream);
 }

@@ -31,7 +31,7 @@ __device__ __forceinline__ uint4 neighbours_of(uint32_t w, uint32_t scale) {
   return {pairs[0], pairs[1], pairs[2], pairs[3]};
 }
 
-// What sums are multiplied with: numbers of floats are too small by it.
+// Sums are multiplied with this factor, by which numbers of floats are too small.
 template <typename Numbers>
 constexpr float kSumFactorOf = std::is_same_v<Numbers, gemm::FloatNibbles> ? 0x1p32f : 1.0f;
 

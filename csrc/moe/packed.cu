@@ -22,7 +22,7 @@ cudaError_t run(const PackedArgs& args, bool programmatic, cudaStream_t stream) 
       std::min(args.num_slots, (kMostBytes - empty.bytes(T::kWarps)) / empty.pitch);
   const int tokens = args.num_slots / args.top_k;
   if (capacity < std::min(tokens, T::kMostRows)) return cudaErrorInvalidConfiguration;
-  // Of one token the second layer has fewer tiles than there are warps.
+  // The second layer of one token has fewer tiles than there are warps.
   const int splits = tokens == 1 && !args.gated && empty.steps >= 2 * T::kStages ? 2 : 1;
   if (empty.steps < splits * T::kStages) return cudaErrorInvalidConfiguration;
   const PackedLayout layout(args, T::Format::kScaleBytes, T::kStages, capacity);

@@ -35,7 +35,7 @@ struct PackedTile {
   static constexpr int kThreads = kWarps * kLanes;
 };
 
-// What a block of a call knows: the entries, each an expert and some of its slots, in order.
+// A block knows the entries of a call, each an expert and some of its slots, in order.
 struct Entries {
   int count;
   int expert[kMaxPackedEntries];
@@ -43,7 +43,7 @@ struct Entries {
   float norm_scale[kMaxTokens];      // of the norm before, a token
 };
 
-// What a block has in shared memory beside the dynamic part, with what the driver takes.
+// A block's shared memory beside the dynamic part, with the bytes that the driver takes.
 constexpr int kFixedBytes = sizeof(Entries) + sizeof(Plan) + 1024;
 
 // Where the parts of a block's dynamic memory lie: rows of x, then of each warp its ring, two
@@ -186,7 +186,7 @@ __device__ __forceinline__ void stage_rows(const PackedArgs& args, const PackedL
       const auto* from = reinterpret_cast<const uint4*>(args.x + at * args.x_row_stride) + unit;
       gemm::pairs_of_x(*from, pairs);
     }
-    // Of a step a lane's 32 columns are four units, each beside those of the quad's other lanes.
+    // A lane's 32 columns of a step are four units, each beside those of the quad's other lanes.
     const uint32_t to =
         x + row * layout.pitch + unit / 16 * kXStepBytes + unit % 4 * 64 + unit / 4 % 4 * 16;
     asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(pairs[0]), "r"(pairs[1]),

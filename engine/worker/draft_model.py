@@ -65,7 +65,7 @@ _BATCHES = 2
 
 @dataclass(frozen=True)
 class DraftParts:
-    """What ``read_model`` has returned of a draft model, and how many tokens it drafts."""
+    """A draft model as ``read_model`` returns it, and the number of tokens that it drafts."""
 
     folder: Path
     spec: ModelSpec

@@ -158,11 +158,11 @@ def test_a_rival_that_cannot_be_built_says_what_is_missing(monkeypatch: pytest.M
     ],
 )
 def test_a_source_of_cutlass_takes_every_macro_of_a_tile(name: str, tiles: Any) -> None:
-    source = (Path(folder.__file__).parent / name).read_text()
+    files = (Path(folder.__file__).with_name(each) for each in (name, "cutlass_call.cuh"))
+    source = "".join(map(Path.read_text, files))
     for tile in tiles:
         command = gemm_rivals.build_command(tile, Path("out.so"), name)
         assert str(Path(folder.__file__).with_name(name)) in command
-        macros = [
-            word[2:].partition("=")[0] for word in command if word[:2] == "-D" and "=" in word
-        ]
+        defined = [word[2:] for word in command if word[:2] == "-D" and "=" in word]
+        macros = [word.partition("=")[0] for word in defined]
         assert len(macros) == len(tile) and all(macro in source for macro in macros)

@@ -223,7 +223,7 @@ class ModelDrafter:
             self._epoch = epoch
 
     def _known_of(self, request: Request) -> _Seen:
-        """What is stored of a request that is followed: all that is known."""
+        """Note that all known tokens of a followed request are stored; returns the note."""
         seen = self._seen[request.request_id]
         seen.num_tokens = request.num_known_tokens - self._behind
         self._mark(request, seen)

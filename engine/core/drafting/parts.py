@@ -1,4 +1,4 @@
-"""What a step computes of each request, as a drafter that drafts behind it sees it."""
+"""``Part`` tells a drafter that drafts behind a step what the step computes of a request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..request import Request
 
 
 class Part(Struct, frozen=True):
-    """What a step computes of a request.
+    """A request's share of a step.
 
     Attributes:
         end: the position behind its last token, but for drafts.

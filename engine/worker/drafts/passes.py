@@ -45,7 +45,7 @@ def most_graphs(bytes_a_graph: int) -> int:
 
 
 class Size(NamedTuple):
-    """What makes the launches of passes the same."""
+    """Passes of equal sizes have the same launches."""
 
     rows: int
     num_seqs: int
@@ -90,7 +90,7 @@ class PassRunner:
         )
         self._graphs: OrderedDict[Size, Callable[[], None]] = OrderedDict()
         self._parameters: dict[Size, tuple[RowParameters, RowParameters]] = {}
-        """What a graph reads, and of what it has the values."""
+        """The parameters that a graph reads, and those whose values they have."""
 
     def forget(self) -> None:
         """Drop all graphs, for when the program is bound to other tensors."""
