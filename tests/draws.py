@@ -9,7 +9,7 @@ import pytest
 
 
 def left_out(items: Iterable[pytest.Item], seed: int) -> set[pytest.Item]:
-    """What a run of all tests leaves out: tests marked ``thorough``, and those of a product that
+    """A run of all tests leaves these out: tests marked ``thorough``, and those of a product that
     the seed does not draw: three quarters, of ``product(6)`` five sixths, and never all.
 
     The cases of a test are a product, and so are the tests that name the same one: costly ones

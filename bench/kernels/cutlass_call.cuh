@@ -1,4 +1,4 @@
-// What the kernels of CUTLASS that are rivals of ours share: the tile's types, from the macros that
+// CUTLASS's kernels that are rivals of ours share this: the tile's types, from the macros that
 // gemm_rivals.py defines, and the call. Nothing of the package runs it.
 #pragma once
 
@@ -42,7 +42,7 @@ template <typename Mainloop, typename Epilogue>
 using KernelOf = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop,
                                                       Epilogue, Scheduler>;
 
-// What all calls have: y = 1 * sums, on all multiprocessors of this device.
+// All calls have y = 1 * sums, on all multiprocessors of this device.
 template <typename Arguments>
 void complete(Arguments& args) {
   args.epilogue.thread.alpha = 1.0f;

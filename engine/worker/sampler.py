@@ -24,7 +24,7 @@ from .sampling.requests import REQUEST, RowParameters, Rows
 _ALWAYS = (1 << 31) - 1
 """Longer than any sequence."""
 _Key: TypeAlias = tuple[int, bytes, bytes]
-"""What tells batches apart: the requests that were admitted before, the slots, what they sample."""
+"""A batch's number of requests admitted before, its slots, and which of its rows sample."""
 
 
 @dataclass(frozen=True)

@@ -300,7 +300,7 @@ class Needs:
 
 
 def sum_of(needs: Sequence[Needs]) -> Needs:
-    """What programs need that run one behind the other."""
+    """Programs that run one behind the other need this together."""
     activations = max(each.activations for each in needs)
     return Needs(activations, sum(each.graphs for each in needs))
 

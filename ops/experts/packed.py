@@ -33,7 +33,7 @@ grouped GEMM is faster than Triton's kernels."""
 FORMATS = ("mxfp4", "int4_g32", "int4_g64", "int4_g128")
 MOST_FEATURES = 16384
 _MOST_EXPERTS, _MOST_TOP_K = 512, 16
-# Of moe_packed_linear (csrc/moe/packed.h): an entry is an expert with eight of its rows or more.
+# An entry of moe_packed_linear (csrc/moe/packed.h) is an expert with eight of its rows or more.
 _MOST_SLOTS, _MOST_ENTRIES, _ENTRY_ROWS, _FEWEST_COLUMNS = 8192, 512, 8, 704
 _MOST_BYTES, _STEP, _WARPS, _STAGES = 218 << 10, 128, 16, 6
 _SORTED = ((8, _STAGES), (16, 4))

@@ -21,7 +21,6 @@ COLLECTIVE = {"fuse_all_reduce_norm"}
 """Sums over ranks are verified where a model has them."""
 
 
-@pytest.mark.product(2)
 @pytest.mark.parametrize("name", PROBES)
 def test_every_pass_of_a_probe_matches_and_every_input_of_it_shows(name: str) -> None:
     reports = run_probe(PROBES[name], tuple(PASSES))

@@ -146,10 +146,10 @@ def batches(drawn: Sequence[Spelling], count: int) -> Iterator[Sequence[Spelling
 
 
 def test_every_spelling_gives_what_eager_gives_and_is_verified(fw_seed: int, fw_cases: int) -> None:
-    """A quarter of them, by the seed; ``--fw-cases 2`` has all."""
+    """Half of them, by the seed; ``--fw-cases 2`` has all."""
     all_of_them = spellings()
-    is_part = fw_cases == 1
-    drawn = random.Random(fw_seed).sample(all_of_them, len(all_of_them) // (4 if is_part else 1))
+    is_half = fw_cases == 1
+    drawn = random.Random(fw_seed).sample(all_of_them, len(all_of_them) // (1 + is_half))
     sites: Counter[tuple[str, bool]] = Counter()
     expected: Counter[str] = Counter()
     wrong: list[str] = []
@@ -168,18 +168,15 @@ def test_every_spelling_gives_what_eager_gives_and_is_verified(fw_seed: int, fw_
     assert not wrong, "\n".join(wrong)
     for rule, count in expected.items():
         assert sites[rule, True] + sites[rule, False] == count, rule
-    rules = [*expected, "fuse_add_norm"]
-    assert sum(sites[rule, True] for rule in rules) >= 40, sites
-    for rule in rules:
-        assert is_part or (sites[rule, True] >= 20 and sites[rule, False]), (rule, sites)
+    for rule in [*expected, "fuse_add_norm"]:
+        missed = sites[rule, False] or is_half
+        assert sites[rule, True] >= (5 if is_half else 20) and missed, (rule, sites)
 
 
-def test_dynamo_and_dynamic_sizes_change_nothing(fw_seed: int, fw_cases: int) -> None:
-    """A few through ``torch.compile``, the rest op by op; every second graph of dynamic sizes.  The
-    seed draws half of the few."""
+def test_dynamo_and_dynamic_sizes_change_nothing() -> None:
+    """A few through ``torch.compile``, the rest op by op; every second graph of dynamic sizes."""
     wrong: list[str] = []
-    few = spellings()[::12] if fw_cases > 1 else spellings()[12 * (fw_seed % 2) :: 24]
-    for index, batch in enumerate(batches(few, 9)):
+    for index, batch in enumerate(batches(spellings()[::12], 12)):
         run = functools.partial(compiled, dynamic=index % 2 == 1, rest="eager")
         wrong += problems(batch, run)
     assert not wrong, "\n".join(wrong)
@@ -190,7 +187,6 @@ INDUCTORS = ("rand", "dropout", "bernoulli", "float64")
 which are far apart as float64."""
 
 
-@pytest.mark.product(2, of="what Inductor compiles of the rest")
 def test_inductor_runs_what_is_fused_and_what_is_left() -> None:
     plain = [one for one in spellings() if not any(word in one.words for word in INDUCTORS)]
     wrong = problems(plain[:36:2], lambda batch: compiled(batch))

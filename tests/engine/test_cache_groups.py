@@ -175,7 +175,7 @@ def test_blocks_that_went_back_serve_others_and_are_then_not_found() -> None:
 
 @pytest.mark.parametrize("has_planner", [False, True])
 def test_drafts_keep_no_blocks_behind_a_window(has_planner: bool) -> None:
-    """Of n-grams on the device or of a model behind the step, all of them wrong."""
+    """N-grams on the device, or a model behind the step, draft; all drafts are wrong."""
     drafter: Any = NgramDrafter(3, 1)
     if has_planner:
         model = DraftRun(lambda _: [], lambda: 0, 0, 16, 2048, 512, 0.1, lambda: "")

@@ -111,7 +111,7 @@ def captured(name: str, **given: Any) -> LLM:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_all_passes_behind_a_step_are_one_graph(name: str) -> None:
-    """Of greedy and of sampled requests; three sequences take the graph of four.  A step is two
+    """Requests are greedy or sampled; three sequences take the graph of four.  A step is two
     replays, whatever the number of drafts."""
     llm = captured(name)
     alone = LLM("abacus", **OPTIONS, speculative_config=DRAFTERS[name])

@@ -131,7 +131,6 @@ def test_dispatcher_op_is_registered_soundly(
 INLINE = [pair for pair in PAIRS if pair.values[1].inline]
 
 
-@pytest.mark.product(2)
 @pytest.mark.parametrize(("op", "impl"), INLINE)
 def test_inline_implementation_dissolves_into_aten(
     op: SemanticOp, impl: Implementation, device: torch.device, fw_seed: int
@@ -151,7 +150,6 @@ def test_inline_implementation_dissolves_into_aten(
     assert called and not ours
 
 
-@pytest.mark.product(2)
 @pytest.mark.parametrize("op", ALL_OPS, ids=lambda op: op.name)
 def test_cases_are_distinct_fresh_and_cover_every_dtype(op: SemanticOp, fw_seed: int) -> None:
     cpu = torch.device("cpu")

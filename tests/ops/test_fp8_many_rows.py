@@ -72,7 +72,7 @@ def test_gated_layers_are_near_float64(
         exact = activated(sums_of((x, weight, None, x_scale, weight_scale), bias), activation)
         got = kernels.persistent_linear(x, weight, bias, activation, x_scale, weight_scale)
         assert got.dtype == torch.bfloat16 and got.shape == exact.shape
-        # As of bfloat16: gates and ups may be rounded to their other neighbours.
+        # The bound is that of bfloat16: gates and ups may be rounded to their other neighbours.
         error = float(((got.double() - exact).abs() - exact.abs() * 2.0**-6).max().nan_to_num(9.0))
         assert error <= 4e-2, f"{rows} rows: {error} too much, --fw-seed={fw_seed}"
         again = kernels.persistent_linear(x, weight, bias, activation, x_scale, weight_scale)

@@ -77,7 +77,6 @@ def change_last(tensor: Tensor) -> None:
         last += 1 if tensor.dtype != torch.int8 else torch.where(last < 100, 4, -4)
 
 
-@pytest.mark.product(2)
 @EVERY
 def test_a_change_of_any_one_result_is_caught(op: SemanticOp) -> None:
     names = [argument.name for argument in op.overload()._schema.arguments]
@@ -314,7 +313,6 @@ MISTAKES: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {
 }
 
 
-@pytest.mark.product(2)
 @EVERY
 def test_a_mistake_in_a_reference_is_caught(op: SemanticOp) -> None:
     for name, change in MISTAKES[op.name]:

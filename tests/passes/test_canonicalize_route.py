@@ -153,7 +153,6 @@ def attributes(gm: Any) -> list[tuple[Any, ...]]:
     return [(node.args[1] is not None, *node.args[2:]) for node in routes]
 
 
-@pytest.mark.product(2)
 @pytest.mark.parametrize(
     ("route", "how"),
     [

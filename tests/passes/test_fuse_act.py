@@ -119,7 +119,6 @@ def names(fn: Any) -> Any:
     return getattr(fn[0] if isinstance(fn, tuple) else fn, "__name__", None)
 
 
-@pytest.mark.product(2)
 @pytest.mark.parametrize(
     ("fn", "dtype", "graph"), in_turn(PACKED, DTYPES, [capture, aten]), ids=names
 )

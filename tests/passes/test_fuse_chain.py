@@ -205,7 +205,6 @@ def chains(gm: fx.GraphModule) -> list[str]:
     return [str(call.args[3]) for call in calls]
 
 
-@pytest.mark.product(2)
 @pytest.mark.parametrize(("model", "texts"), MATCHED, ids=lambda v: getattr(v, "__name__", ""))
 def test_they_become_one_op_and_no_bit_changes(model: Model, texts: list[str]) -> None:
     """Verified: the sides before and after have the same bits."""
@@ -308,7 +307,6 @@ def activated_alone(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
     return ops.quant_fp8_dynamic(ops.silu_mul(torch.cat((x,) * 8, -1)), 128)
 
 
-@pytest.mark.product(2)
 @pytest.mark.parametrize(
     ("model", "reason"),
     [

@@ -98,7 +98,6 @@ def bits(t: Tensor) -> Tensor:
     return t.contiguous().view(torch.uint8)
 
 
-@pytest.mark.product(2)
 @pytest.mark.parametrize("quantize", KINDS)
 @pytest.mark.parametrize(
     ("model", "rule", "op", "width"),

@@ -104,7 +104,6 @@ def run(gm: fx.GraphModule, given: dict[str, Tensor]) -> Any:
     return gm(*(f.node.hint if isinstance(f, torch.SymInt) else next(values) for f in fakes))
 
 
-@pytest.mark.product(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fn", [rope, norm_rope, pairs, copied, offset_norm_pairs])
 def test_it_becomes_one_op_and_no_bit_changes(
@@ -340,7 +339,6 @@ WRONG: dict[str, Callable[[fx.Graph, list[Any]], None]] = {
 }
 
 
-@pytest.mark.product(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_rewrites_are_caught(wrong: str, dtype: torch.dtype) -> None:

@@ -19,7 +19,6 @@ from tests.passes.test_mutations import MUTATIONS
 MODELS = list(dict.fromkeys(mutation.model for mutation in MUTATIONS))
 
 
-@pytest.mark.product(2)
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
 def test_every_input_of_every_rewrite_shows(model: Callable[..., Any]) -> None:
     reports = run_passes(graph_of(model), build_passes(PASSES), verify=True)

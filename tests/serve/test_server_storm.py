@@ -59,7 +59,7 @@ SAID: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Choice:
-    """What one output says, whole or put together from the chunks of a stream."""
+    """One output's facts, whole or put together from the chunks of a stream."""
 
     text: str = ""
     calls: defaultdict[int, str] = field(default_factory=lambda: defaultdict(str))
