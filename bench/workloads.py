@@ -78,7 +78,16 @@ def equal(
 
 
 def tpot_ms(whole_s: float, first_s: float, output_len: int) -> float:
-    """Time per output token: that of a batch, less that of the same batch for one token."""
+    """Time per output token: that of a batch, less that of the same batch for one token.
+
+    Raises:
+        UserError: the whole took no longer, as on a machine that does other work meanwhile.
+    """
+    if whole_s <= first_s:
+        raise UserError(
+            f"{output_len} tokens took {whole_s * 1e3:.1f} ms and one took {first_s * 1e3:.1f}: "
+            "something else keeps this machine busy; measure more tokens or repeat more often"
+        )
     return round((whole_s - first_s) / (output_len - 1) * 1e3, 4)
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fusewright.bench.limits.beside import LAUNCH_US, Beside, measure_here, on_gpu, read_measured
+from fusewright.bench.serving import Run
+from fusewright.bench.workloads import Work as Request, tpot_ms
 from fusewright.compiler.inspect.limits import StepSize, StepWork, Work, limit_of
 from fusewright.config import UserError
 from fusewright.config.device_table import Ceilings
+from fusewright.engine.frontend.loop import EngineLoop
 from fusewright.model_executor.abacus import FOLDER as ABACUS
 from fusewright.serve.cli import main
 
@@ -62,13 +67,25 @@ def test_results_of_other_settings_are_refused(
         read_measured(written(tmp_path, *records), options)
 
 
-def test_steps_are_timed_as_bench_latency_does() -> None:
+def test_steps_are_timed_as_bench_latency_does(monkeypatch: pytest.MonkeyPatch) -> None:
     from fusewright import LLM
+    from fusewright.bench import latency
 
+    def timed(engine: EngineLoop, works: Sequence[Request]) -> Run:
+        """2 ms for a batch's first tokens and 1 ms for each further one, however busy this is."""
+        return replace(run(engine, works), seconds=(1 + works[0].output_len) / 1e3)
+
+    run = latency.run
+    monkeypatch.setattr(latency, "run", timed)
     with LLM("abacus", optimization_level=0, device="cpu", max_num_seqs=4) as llm:
         measured = measure_here(llm, [2], input_len=32, output_len=4, repeats=1)
-    assert [*measured.ms] == [StepSize(2, 1, 34), StepSize(2, 32, 32)]
-    assert min(measured.ms.values()) > 0
+    assert measured.ms == {StepSize(2, 1, 34): 1.0, StepSize(2, 32, 32): 2.0}
+
+
+def test_tokens_that_took_no_time_are_no_measurement() -> None:
+    assert tpot_ms(0.4, 0.1, 4) == 100
+    with pytest.raises(UserError, match=r"4 tokens took 204\.7 ms and one took 220\.7"):
+        tpot_ms(0.2047, 0.2207, 4)
 
 
 def test_a_difference_is_split_into_launches_and_the_rest() -> None:
