@@ -236,13 +236,16 @@ def _mlp(
     activation: str = "silu",
     bias: bool = False,
     reduce: bool = False,
+    offset: float | None = None,
 ) -> Drawn:
-    """The FP8 layers of a decoder between two attentions; without the last if its size is 0."""
+    """The FP8 layers of a decoder between two attentions; without the last if its size is 0.  A
+    first norm with an offset leaves it to the layer behind to quantize."""
     k, hidden, inner, n = sizes
     made = Drawn(
         draw, draw.randn(rows, k).to(draw.dtype), draw.randn(rows, hidden).to(draw.dtype), reduce
     )
-    made.linear(hidden, k, bias=bias, fp8=fp8).norm(fp8).linear(2 * inner, hidden, fp8=fp8)
+    made.linear(hidden, k, bias=bias, fp8=fp8).norm(None if offset else fp8, offset)
+    made.linear(2 * inner, hidden, fp8=fp8)
     made.add(Act(activation=activation, group_size=fp8)).linear(hidden, inner, fp8=fp8)
     return made.norm(fp8).linear(n, hidden, bias=bias, fp8=fp8) if n else made
 
@@ -294,6 +297,8 @@ def _large(draw: Draw) -> Iterator[Case]:
         scheme = "block" if fp8 else "token"
         made = _mlp(draw, rows, (4096, 2048, 4096, 4096), fp8)
         yield made.case(f"{rows} tokens, FP8 {scheme}", _FP8)
+    made = _mlp(draw, 40, (4096, 2048, 4096, 4096), offset=1.0)
+    yield made.case("40 tokens, FP8 token, offset norm", _FP8)
     made = _mlp(draw, 2, (4096, 2048, 4096, 4112), 0, "gelu_tanh", bias=True)
     yield made.case("2 tokens, FP8 token, GELU", _FP8)
     for fp8 in (0, BLOCK):

@@ -103,6 +103,29 @@ def test_both_layers_by_either_kernel(form: str, tokens: int, how: tuple[Any, ..
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("form", "tokens", "columns", "rows"),
+    [
+        ("mxfp4", 1, 1472, 192),  # two warps share a tile
+        ("int4_g32", 1, 2880, 2880),
+        ("mxfp4", 8, 704, 20480),  # tiles follow each other in a ring that is as long as one
+        ("mxfp4", 1340, 2880, 16),  # rows of x that a block does not hold at once
+    ],
+)
+def test_a_layer_of_many_tiles_of_few_or_long_rows(
+    form: str, tokens: int, columns: int, rows: int
+) -> None:
+    torch.manual_seed(rows)
+    kernels, held, ids = csrc_kernels(), Held.draw(form, rows, columns), choose(tokens)
+    x = torch.randn(tokens * TOP_K, columns, device="cuda").bfloat16()
+    index = (ids, None) if tokens <= 8 else sort(ids)
+    call = (x, *held.operands, *index, TOP_K, form == "mxfp4")
+    got = kernels.moe_packed_linear(*call)
+    close(got, held(x, ids.flatten().long()))
+    assert torch.equal(got, kernels.moe_packed_linear(*call))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 3, 8])
 def test_the_norms_scale_is_applied_to_sums_and_the_sum_leaves_the_next(tokens: int) -> None:
     torch.manual_seed(tokens)
