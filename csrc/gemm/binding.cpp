@@ -200,6 +200,7 @@ Tensor run_many(const char* op, Layer& layer, const Tensor& x, const Tensor& wei
                 const std::optional<Tensor>& bias, const Launch& launch) {
   SkinnyLinearArgs& args = layer.args;
   add_bias(op, args, bias, ScalarType::BFloat16, x);
+  if (bias && !is_aligned(*bias)) fail(op, "bias is not on an address that is a multiple of 16");
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const Tensor y = empty({args.num_tokens, args.out_features}, aoti_torch_dtype_bfloat16(), x);
   args.y = y.data_ptr();

@@ -15,7 +15,7 @@ from ..core.launch import Launches, run_all
 from ..core.target import Target
 from ..experts.moe import kernel_names
 from ..launches.quant import Quantized, quantize
-from ..linear.csrc import streamable
+from ..linear.csrc import reads_bias, streamable
 from ..linear.desc import LinearDesc
 from ..linear.kernels import PERSISTENT, STREAM
 from .kernels import ChainKernel, Part
@@ -88,7 +88,7 @@ def _run(part: Part) -> State | None:
     weight, bias = operands["weight"], operands.get("bias")
     ahead, (x, scale) = _read(part)
     rows = streamable(x, weight)
-    if rows is None:
+    if rows is None or not reads_bias(bias):
         return None
     run_all(ahead)
     scales = (scale, operands["weight_scale"])

@@ -159,6 +159,11 @@ def streamable(x: Tensor, *weights: Tensor) -> Tensor | None:
     return x_2d if all(map(_can_stream, (x_2d, *weights))) else None
 
 
+def reads_bias(bias: Tensor | None) -> bool:
+    """Whether the kernels for more rows, which read several numbers of it at once, can read it."""
+    return bias is None or bias.data_ptr() % 16 == 0
+
+
 def _of_shape(y: Tensor, x: Tensor) -> Tensor:
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])
 
@@ -178,7 +183,7 @@ def cluster(*args: Any) -> Tensor | None:
     """The sums of a call of ``linear``; None if the copies cannot read the operands."""
     call = LinearArgs(*args)
     rows = streamable(call.x, call.weight)
-    if rows is None:
+    if rows is None or not reads_bias(call.bias):
         return None
     how = (call.weight, call.bias, call.x_scale, call.weight_scale)
     return _of_shape(torch.ops.fw_cuda.cluster_linear.default(rows, *how), call.x)
@@ -189,7 +194,7 @@ def persistent(*args: Any) -> Tensor | None:
     operands."""
     call = LinearArgs(*args)
     rows = streamable(call.x, call.weight)
-    if rows is None:
+    if rows is None or not reads_bias(call.bias):
         return None
     how = (call.weight, call.bias, call.activation, call.x_scale, call.weight_scale)
     return _of_shape(torch.ops.fw_cuda.persistent_linear.default(rows, *how), call.x)

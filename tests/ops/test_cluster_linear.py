@@ -91,3 +91,5 @@ def test_it_refuses_what_it_cannot_run(kernels: Any) -> None:
         kernels.cluster_linear(x[:9, :64], weight[:, :64].contiguous(), None)
     with pytest.raises(RuntimeError, match=r"bias has shape \[2\], expected a contiguous \[256\]"):
         kernels.cluster_linear(x[:9], weight, weight[0, :2])
+    with pytest.raises(RuntimeError, match="bias is not on an address that is a multiple of 16"):
+        kernels.cluster_linear(x[:9], weight, weight.flatten()[1:257])

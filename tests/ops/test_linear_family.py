@@ -65,6 +65,8 @@ def test_rows_that_copies_cannot_read_are_left_to_others() -> None:
     for kernel in (STREAM, CLUSTER, PERSISTENT):
         assert kernel.run(x[:, 4:], weight, None) is None
         assert kernel.run(x[:, :64].contiguous()[:, 1:], weight[:, 1:], None) is None
+    for kernel in (CLUSTER, PERSISTENT):
+        assert kernel.run(x[:, :64].contiguous(), weight, torch.ones(9).bfloat16()[1:]) is None
 
 
 def test_those_before_the_chosen_one_say_why_not() -> None:
