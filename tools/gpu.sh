@@ -6,10 +6,14 @@
 #                                          of one in bench/results, the other completes it. With
 #                                          $OUT/round-N.jsonl of a round that was cut off in
 #                                          build/gpu-tests (carry it), only what it lacks is run
+#   tools/gpu.sh sanitize TOOL [pytest arguments]
+#                                          the tests named (default: csrc's implementations of ops)
+#                                          under compute-sanitizer's TOOL: memcheck, racecheck,
+#                                          initcheck or synccheck. It looks into csrc's kernels alone
 #   tools/gpu.sh run COMMAND...            any command with the package importable
 # Wheels in .whl/ are installed into /tmp/site first. `test` builds csrc/ from source here, where the
-# build folder of an earlier call spares what has not changed; `run` takes a library that is newer
-# than its sources, also one that was carried here. PYTHON names the interpreter (default python3, the
+# build folder of an earlier call spares what has not changed; the others take a library that is
+# newer than its sources, also one that was carried here. PYTHON names the interpreter (default python3, the
 # one that holds torch).
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -26,7 +30,15 @@ export PYTHONPATH="$PKGROOT:$site${PYTHONPATH:+:$PYTHONPATH}"
 
 build() { PYTHON=$(command -v "$PYTHON") tools/build_csrc.sh; }
 
-command=${1:?usage: tools/gpu.sh test [--round 1|2] [pytest arguments] | run COMMAND...}
+build_if_old() {
+  local library=ops/_fw_cuda.so
+  if [ ! -f $library ] || [ -n "$(find csrc CMakeLists.txt -newer $library -type f)" ]; then
+    build
+  fi
+}
+
+usage='tools/gpu.sh test [--round 1|2] [pytest arguments] | sanitize TOOL [...] | run COMMAND...'
+command=${1:?usage: $usage}
 shift
 case "$command" in
   test)
@@ -39,12 +51,20 @@ case "$command" in
     fi
     exit "$code"
     ;;
+  sanitize)
+    tool=${1:?usage: $usage}
+    shift
+    build_if_old
+    [ $# -gt 0 ] || set -- tests/ops/test_conformance.py \
+      -k 'matches_reference and not triton and not native and not inductor'
+    # A tensor is an allocation of its own, or one that is overrun reaches its neighbour unseen.
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONSAFEPATH=1 exec compute-sanitizer --tool "$tool" \
+      --kernel-name kns=fusewright --error-exitcode 1 --print-limit 20 \
+      "$PYTHON" -m pytest -m gpu -p no:cacheprovider "$@"
+    ;;
   run)
-    library=ops/_fw_cuda.so
-    if [ ! -f $library ] || [ -n "$(find csrc CMakeLists.txt -newer $library -type f)" ]; then
-      build
-    fi
+    build_if_old
     exec "$@"
     ;;
-  *) echo "tools/gpu.sh: unknown command '$command', expected test or run" >&2; exit 2 ;;
+  *) echo "tools/gpu.sh: unknown command '$command', expected $usage" >&2; exit 2 ;;
 esac
