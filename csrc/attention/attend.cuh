@@ -276,6 +276,24 @@ struct Sums {
     }
   }
 
+  // After reset: begins with the sinks of the lane's heads, as with a token that has no value. Only
+  // the warp that has an item's first chunk does so, since an item has its sinks once.
+  __device__ __forceinline__ void add_sinks(const DecodeArgs& args, const Queries& queries) {
+    const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+    for (int n = 0; n < T::kHeadTiles; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {  // columns that are not stored have any head's
+        const int column = 8 * n + lane % 4 * 2 + i;
+        const int member = T::kRows ? column % args.group : min(column, args.group - 1);
+        const int head = queries.head * args.group + member;
+        const float sink = sink_of<typename T::Q>(args.sinks, args.wide_sinks, head);
+        peak[n][i] = fmaxf(sink, kNoMax);
+        total[n][i] = lane < 4 ? exp2_approx(sink - peak[n][i]) : 0.0f;
+      }
+    }
+  }
+
   // This lane's part of a fragment.
   __device__ __forceinline__ float4 fragment(int n, int j) const {
     const auto& v = out[n][j];

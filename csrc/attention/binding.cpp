@@ -56,8 +56,8 @@ void run(const Call& call, DecodeArgs& args) {
 void decode_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& block_table,
                       const Tensor& seq_lens, const Tensor& query_start_loc, const Tensor& out,
                       double scale, int64_t sliding_window, double soft_cap,
-                      const std::optional<Tensor>& kv_scale,
-                      const std::optional<Tensor>& out_scale) {
+                      const std::optional<Tensor>& kv_scale, const std::optional<Tensor>& out_scale,
+                      const std::optional<Tensor>& sinks) {
   check_devices(kOp, q, kv_cache, block_table, seq_lens, query_start_loc, out);
   const Call call{q, kv_cache, out, kv_scale, out_scale};
   check_q(kOp, q, false);
@@ -66,6 +66,7 @@ void decode_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& blo
   check_counts(kv_cache, seq_lens);
   check_scales(call);
   check_numbers(kOp, scale, sliding_window, soft_cap);
+  if (sinks) check_sinks(kOp, *sinks, q);
   if (q.size(0) == 0 || seq_lens.size(0) == 0) return;
 
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
@@ -78,6 +79,8 @@ void decode_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& blo
   args.out = out.data_ptr();
   args.kv_scale = kv_scale ? static_cast<const float*>(kv_scale->data_ptr()) : nullptr;
   args.out_scale = out_scale ? static_cast<const float*>(out_scale->data_ptr()) : nullptr;
+  args.sinks = sinks ? sinks->data_ptr() : nullptr;
+  args.wide_sinks = sinks && sinks->scalar_type() == ScalarType::Float;
   args.num_seqs = static_cast<int>(seq_lens.size(0));
   args.one_slot = q.size(0) == seq_lens.size(0);
   args.max_blocks = static_cast<int>(block_table.size(1));
@@ -100,7 +103,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fw_cuda, m) {
   m.def(
       "decode_attention(Tensor q, Tensor kv_cache, Tensor block_table, Tensor seq_lens, "
       "Tensor query_start_loc, Tensor(a!) out, float scale, int sliding_window, float soft_cap, "
-      "Tensor? kv_scale, Tensor? out_scale) -> ()");
+      "Tensor? kv_scale, Tensor? out_scale, Tensor? sinks) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fw_cuda, CUDA, m) {

@@ -127,6 +127,17 @@ inline void check_out(const char* op, const Tensor& out, const Tensor& q, const 
   }
 }
 
+// One logit of each head, in q's type or float32.
+inline void check_sinks(const char* op, const Tensor& sinks, const Tensor& q) {
+  check_device(op, sinks, "sinks", q);
+  const bool dtype =
+      sinks.scalar_type() == q.scalar_type() || sinks.scalar_type() == ScalarType::Float;
+  if (sinks.dim() != 1 || sinks.size(0) != q.size(1) || !dtype || !sinks.is_contiguous()) {
+    fail(op, "sinks has shape ", shape_of(sinks), " and elements of ", sinks.element_size(),
+         " bytes, expected a contiguous [", q.size(1), "] of float32 or q's dtype");
+  }
+}
+
 inline void check_numbers(const char* op, double scale, int64_t sliding_window, double soft_cap) {
   if (!(scale > 0) || sliding_window < 0 || sliding_window >= int64_t{1} << 31 || soft_cap < 0) {
     fail(op, "scale ", scale, ", sliding_window ", sliding_window, ", soft_cap ", soft_cap,

@@ -150,6 +150,7 @@ __device__ __forceinline__ void run_share(const DecodeArgs& args, const Row<T>& 
     Query<T> q;
     q.load(args, queries, ring.end());
     sums.reset();
+    if (args.sinks && begin == row.starts[seq]) sums.add_sinks(args, queries);
     attend_chunks<T>(stream, ring, seen.begin / T::kChunk + x - row.starts[seq], 1, end - x, seen,
                      q, sums);
     x = end;

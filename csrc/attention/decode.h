@@ -27,9 +27,11 @@ struct DecodeArgs {
   void* out;               // [num_tokens, kv_heads * group, head_dim], contiguous
   const float* kv_scale;   // [2, kv_heads], or nullptr: 1
   const float* out_scale;  // [1], then out is e4m3; or nullptr: out is of q's type
+  const void* sinks;       // [kv_heads * group] of q's type or float32; or nullptr: none
   float4* partials;        // as many as the plan says
   int num_seqs, max_blocks, kv_heads, group;
   int log2_block_size;  // log2 of block_size, 3 to 8
+  bool wide_sinks;      // float32
   bool one_slot;  // the kernel ahead stores but the last slot of each sequence that has a query
   int64_t q_stride, table_stride;  // elements
   float scale;

@@ -329,6 +329,7 @@ __device__ __forceinline__ void run_item(const DecodeArgs& args, Stream<T>& stre
   if (chunks > 0) {
     Query<T> q;
     q.load(args, queries, ring.end());
+    if (args.sinks && p.ahead == 0) sums.add_sinks(args, queries);
     attend_chunks<T>(stream, ring, first, p.step, count, visible(args.seq_lens[p.seq], args.window),
                      q, sums);
     sums.finish();

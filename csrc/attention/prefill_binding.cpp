@@ -26,17 +26,6 @@ void check_sizes(const Tensor& q, const Tensor& kv_cache, const Tensor& seq_lens
   }
 }
 
-// One logit of each head, in q's type or float32.
-void check_sinks(const Tensor& sinks, const Tensor& q) {
-  check_device(kOp, sinks, "sinks", q);
-  const bool dtype =
-      sinks.scalar_type() == q.scalar_type() || sinks.scalar_type() == ScalarType::Float;
-  if (sinks.dim() != 1 || sinks.size(0) != q.size(1) || !dtype || !sinks.is_contiguous()) {
-    fail(kOp, "sinks has shape ", shape_of(sinks), " and elements of ", sinks.element_size(),
-         " bytes, expected a contiguous [", q.size(1), "] of float32 or q's dtype");
-  }
-}
-
 using Launch = decltype(&launch_prefill<128>);
 
 Launch launch_of(int64_t head_dim) {
@@ -62,7 +51,7 @@ void prefill_attention(const Tensor& q, const Tensor& kv_cache, const Tensor& bl
   if (kv_scale) check_kv_scale(kOp, *kv_scale, kv_cache, q);
   check_out(kOp, out, q, out_scale ? &*out_scale : nullptr);
   check_numbers(kOp, scale, sliding_window, soft_cap);
-  if (sinks) check_sinks(*sinks, q);
+  if (sinks) check_sinks(kOp, *sinks, q);
   if (chunk < 0 || chunk >= int64_t{1} << 31) {
     fail(kOp, "chunk is ", chunk, ", expected 0 or a positive number below 2^31");
   }

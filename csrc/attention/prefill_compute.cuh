@@ -303,14 +303,6 @@ struct Computer {
     store();
   }
 
-  // The logit of the thread's head that has no value.
-  __device__ __forceinline__ float sink() const {
-    const int at = item.head + head;
-    return args.wide_sinks ? __ldg(static_cast<const float*>(args.sinks) + at)
-                           : static_cast<float>(
-                                 __ldg(static_cast<const typename T::Element*>(args.sinks) + at));
-  }
-
   __device__ __forceinline__ void store() {
     float inverse[2];
 #pragma unroll
@@ -318,7 +310,11 @@ struct Computer {
       float total = rows.total[r];
       total += __shfl_xor_sync(kAllLanes, total, 1);
       total += __shfl_xor_sync(kAllLanes, total, 2);
-      if (args.sinks) total += exp2_approx(sink() * kLog2E - rows.peak[r] * unit(r));
+      if (args.sinks) {
+        const float sink =
+            sink_of<typename T::Element>(args.sinks, args.wide_sinks, item.head + head);
+        total += exp2_approx(sink - rows.peak[r] * unit(r));
+      }
       inverse[r] = (T::kFp8 ? v_scale : 1.0f) / total;
     }
     if (args.out_scale) {

@@ -64,6 +64,15 @@ __device__ __forceinline__ uint32_t half2_of_e4m3(uint32_t v) {
   return d;
 }
 
+// A head's sink, its logit that has no value, in units of log2. `wide`: they are float32, else of
+// q's type.
+template <typename Q>
+__device__ __forceinline__ float sink_of(const void* sinks, bool wide, int head) {
+  const float sink = wide ? __ldg(static_cast<const float*>(sinks) + head)
+                          : static_cast<float>(__ldg(static_cast<const Q*>(sinks) + head));
+  return sink * kLog2E;
+}
+
 // The absolute error, 2e-7, is what counts in a logit.
 __device__ __forceinline__ float tanh_of(float x) {
   return 1.0f - __fdividef(2.0f, 1.0f + exp2_approx(x * 2.885390082f));

@@ -115,6 +115,7 @@ __device__ __forceinline__ void run_part(const DecodeArgs& args, const Neighbors
   if (count > 0) {
     Query<T> q;
     q.load(args, queries, ring.end());
+    if (args.sinks && ahead == 0) sums.add_sinks(args, queries);
     attend_chunks<T>(stream, ring, first, step, count, seen, q, sums);
     sums.finish();
   }

@@ -155,6 +155,7 @@ def cases(dtype: torch.dtype, device: torch.device, gen: torch.Generator) -> Ite
         ("rows of drafts", (8, 2, 128), {}),
         ("rows of drafts, window, cap", (8, 2, 64), both),
         ("rows of drafts, fp8 kv, scales, fp8 out", (8, 2, 128), {"fp8": "scaled kv, out"}),
+        ("rows of drafts, window, sinks", (8, 2, 64), {"window": 38, "sinks": dtype}),
         ("rows of drafts, chunks, sinks", (8, 2, 64), {"chunk": 38, "sinks": torch.float32}),
     ]
     for label, heads, options in some:

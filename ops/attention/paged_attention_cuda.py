@@ -64,8 +64,6 @@ def _own_decode_refuses(call: AttentionArgs, rows: int, target: Target) -> str:
         return f"head_dim {head_dim}: the kernel takes {' and '.join(map(str, _DECODE_HEAD_DIMS))}"
     if (group := num_heads // call.kv_cache.shape[3]) > _MAX_GROUP:
         return f"{group} heads share a KV head: a group has at most {_MAX_GROUP}"
-    if call.sinks is not None:
-        return "sinks: the kernel's softmax has none"
     if call.chunk:
         return f"chunks of {call.chunk} positions: the kernel knows sliding windows alone"
     return ""
@@ -101,7 +99,7 @@ def prefill(*args: Any) -> None:
 
 def decode(*args: Any) -> None:
     """The sequences with one query."""
-    torch.ops.fw_cuda.decode_attention.default(*AttentionArgs(*args)[:11])
+    torch.ops.fw_cuda.decode_attention.default(*AttentionArgs(*args)[:12])
 
 
 def _run(*args: Any, by_triton: Callable[..., None]) -> None:

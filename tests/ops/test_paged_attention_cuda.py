@@ -20,6 +20,7 @@ from fusewright.ops import (
     variants_of,
 )
 from fusewright.ops.attention.paged_attention_cases import batch
+from fusewright.ops.attention.paged_attention_cuda import decode
 from fusewright.ops.conformance import check_case
 from fusewright.ops.core.float8 import E4M3
 from fusewright.ops.launches import paged_attention as kernels
@@ -121,7 +122,7 @@ def test_shapes_decide_what_is_launched(
         ({"kv": E4M3}, own),
         ({"dim": 64}, own),
         ({"dim": 256}, triton),
-        ({"sinks": True}, triton),
+        ({"sinks": True}, own),
         ({"chunk": 64}, triton),
         ({"num_heads": 17 * 8}, triton),
     ]
@@ -163,7 +164,8 @@ def test_what_it_leaves_is_launched_as_by_triton() -> None:
     left: list[tuple[dict[str, Any], tuple[int, int], tuple[bool, bool]]] = [
         ({"dim": 256}, (9, 8), (False, True)),
         ({"dim": 256}, (2000, 1), (False, False)),
-        ({"sinks": True}, (64, 64), (False, True)),
+        ({"chunk": 64, "sinks": True}, (64, 64), (False, True)),
+        ({"dim": 64, "window": 128, "sinks": True}, (300, 64), (True, False)),
         ({"dim": 256, "kv": E4M3}, (300, 200), (True, True)),
     ]
     for options, sizes, (prefills, decodes) in left:
@@ -189,8 +191,8 @@ def test_representative_sizes_need_every_variant_it_launches(fw_seed: int) -> No
 
 @pytest.fixture
 def kernel() -> Callable[..., None]:
-    kernel: Callable[..., None] = csrc_kernels().decode_attention.default
-    return kernel
+    csrc_kernels()
+    return decode
 
 
 def check(kernel: Callable[..., None], label: str, args: tuple[Any, ...]) -> None:

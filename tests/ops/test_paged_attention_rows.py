@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fusewright.ops import PAGED_ATTENTION as OP
 from fusewright.ops.attention.paged_attention_cases import as_rows, batch
+from fusewright.ops.attention.paged_attention_cuda import decode
 from tests.ops.csrc import csrc_kernels
 
 OUT, LENGTHS = 5, [(5, 21), (1, 22), (3, 300), (11, 19), (1, 0), (2, 2)]
@@ -126,7 +127,7 @@ def test_csrc_gives_rows_what_their_sequence_gives(
     shape: str, heads: tuple[int, int, int], options: dict[str, Any]
 ) -> None:
     """Items of several blocks, of a block, of a few warps, and shares; and rows that lie apart."""
-    kernel = csrc_kernels().decode_attention.default
+    csrc_kernels()
     device = torch.device("cuda")
     itemsize = 1 if "kv" in options.get("fp8", "") else 2
     lengths = long_enough(shape, 2 * heads[1] * heads[2] * itemsize)
@@ -135,7 +136,7 @@ def test_csrc_gives_rows_what_their_sequence_gives(
 
     def result(call: tuple[Any, ...]) -> Tensor:
         out = torch.full_like(call[OUT], 7.0)
-        kernel(*call[:OUT], out, *call[6:11])
+        decode(*call[:OUT], out, *call[OUT + 1 :])
         assert (out[-1].float() == 7).all()
         return out[:-1].float()
 
