@@ -21,8 +21,9 @@
 //   steps with and without: up to 32 heads of neighbouring queries are one item, whose K and V are
 //   read once. Its blocks then divide the fewer items anew (rows.cuh).
 // - The kernel reads whatever the kernel ahead does not write before it waits for that kernel:
-//   lengths, block tables and the first chunks of an item. Chunks that hold a slot which this step
-//   stores are read after the wait. The slot may be another sequence's, as two may share a block.
+//   lengths, block tables, sinks and the first chunks of an item. Chunks that hold a slot which
+//   this step stores are read after the wait. The slot may be another sequence's, as two may share
+//   a block.
 //
 // Equal lengths, shapes (the block table's too) and GPU give equal bits.
 //

@@ -314,6 +314,9 @@ __device__ __forceinline__ void run_item(const DecodeArgs& args, Stream<T>& stre
     stream.copy_next(ring.stage());
     ring.advance();
   }
+  Sums<T> sums;
+  sums.reset();
+  if (args.sinks && p.ahead == 0) sums.add_sinks(args, queries);
   wait_for_previous();
   start_next();  // not before the wait: the next kernel may read early what those before this wrote
   if (p.cluster > 0 && chunks == 0) {
@@ -324,12 +327,9 @@ __device__ __forceinline__ void run_item(const DecodeArgs& args, Stream<T>& stre
     stream.copy_next(ring.stage());
     ring.advance();
   }
-  Sums<T> sums;
-  sums.reset();
   if (chunks > 0) {
     Query<T> q;
     q.load(args, queries, ring.end());
-    if (args.sinks && p.ahead == 0) sums.add_sinks(args, queries);
     attend_chunks<T>(stream, ring, first, p.step, count, visible(args.seq_lens[p.seq], args.window),
                      q, sums);
     sums.finish();
