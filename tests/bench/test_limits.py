@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fusewright import LLM
 from fusewright.bench.limits.beside import LAUNCH_US, Beside, measure_here, on_gpu, read_measured
 from fusewright.bench.serving import Run
 from fusewright.bench.workloads import Work as Request, tpot_ms
@@ -19,6 +20,7 @@ from fusewright.config.device_table import Ceilings
 from fusewright.engine.frontend.loop import EngineLoop
 from fusewright.model_executor.abacus import FOLDER as ABACUS
 from fusewright.serve.cli import main
+from tests.engine.toy import Setup
 
 GPU = Ceilings("a GPU", 1.0, 10.0, 20.0)
 RESULT: dict[str, Any] = {
@@ -68,7 +70,6 @@ def test_results_of_other_settings_are_refused(
 
 
 def test_steps_are_timed_as_bench_latency_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fusewright import LLM
     from fusewright.bench import latency
 
     def timed(engine: EngineLoop, works: Sequence[Request]) -> Run:
@@ -86,6 +87,27 @@ def test_tokens_that_took_no_time_are_no_measurement() -> None:
     assert tpot_ms(0.4, 0.1, 4) == 100
     with pytest.raises(UserError, match=r"4 tokens took 204\.7 ms and one took 220\.7"):
         tpot_ms(0.2047, 0.2207, 4)
+
+
+def test_first_tokens_that_took_longer_than_all_are_measured_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A machine that is busy in the first three runs, and one that always is."""
+    from fusewright.bench import latency
+
+    def timed(engine: EngineLoop, works: Sequence[Request]) -> Run:
+        firsts.append(works[0].output_len == 1)
+        is_held_up = firsts[-1] and sum(firsts) <= num_busy
+        return Run(0.5 if is_held_up else works[0].output_len / 1e3, 0, 0, [])
+
+    monkeypatch.setattr(latency, "run", timed)
+    llm = LLM.from_engine(Setup().engine())
+    firsts, num_busy = list[bool](), 3
+    found = latency.measure_latency(llm, 2, input_len=3, output_len=5)
+    assert (found["n"], found["tpot_ms"], found["ttft_ms"]) == (4, 1.0, 1.0)
+    firsts, num_busy = [], 10**6
+    with pytest.raises(UserError, match="something else keeps this machine busy"):
+        latency.measure_latency(llm, 2, input_len=3, output_len=5)
 
 
 def test_a_difference_is_split_into_launches_and_the_rest() -> None:

@@ -223,7 +223,8 @@ def test_a_suite_leaves_a_result_that_a_page_can_show(tmp_path: Path) -> None:
     models, results = tmp_path / "models", tmp_path / "results"
     models.mkdir()
     results.mkdir()
-    flags = "-O0 --device cpu --max-model-len 64 --input-len 4 --output-len 3 --repeats 2"
+    # So many tokens that a pause of the machine is not longer than all behind the first.
+    flags = "-O0 --device cpu --max-model-len 64 --input-len 4 --output-len 50 --repeats 2"
     suite = Suite((f"serve.cli bench latency abacus {flags}",), limit_s=120)
     measure("small.json", suite, models, results, unknown=None)
     text = render(page("latency small"), results)
