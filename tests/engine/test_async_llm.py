@@ -17,7 +17,7 @@ from fusewright import LLM, AsyncLLM, RequestOutput, SamplingParams
 from fusewright.config import EngineDeadError, UserError
 
 from .test_faults import faulty
-from .test_threads import GREEDY, LONG, abacus, right, slowly
+from .test_threads import GREEDY, LONG, abacus, halting, right, slowly
 from .toy import Setup
 
 __all__ = ["abacus"]
@@ -120,8 +120,11 @@ def test_an_aborted_request_ends_with_what_it_has(toy: AsyncLLM) -> None:
             outputs.append(output)
             await toy.abort("x")
             await toy.abort(["x", "unknown"])
+            aborted.set()
         return outputs[-1]
 
+    aborted = threading.Event()
+    halting(toy.engine, aborted.is_set)
     output = asyncio.run(go())
     assert output.finished and output.outputs[0].finish_reason == "abort"
     assert 0 < len(output.outputs[0].token_ids) < 60
@@ -132,10 +135,15 @@ def test_mistakes_are_errors_of_their_own_request(toy: AsyncLLM) -> None:
         first = toy.generate("abc", LONG, "taken")
         await anext(first)
         calls = [("", LONG), ("a", {"max_tokens": 3}), ("b", LONG, "taken"), ("c", LONG)]
-        found = await asyncio.gather(*(text(toy, *c) for c in calls), return_exceptions=True)
+        answers = asyncio.gather(*(text(toy, *c) for c in calls), return_exceptions=True)
+        await asyncio.sleep(0)  # each is submitted
+        submitted.set()
+        found = await answers
         rest = [output async for output in first]
         return [*found, rest[-1].outputs[0].text]
 
+    submitted = threading.Event()
+    halting(toy.engine, submitted.is_set)
     *errors, fine, first = asyncio.run(go())
     assert all(type(error) is UserError for error in errors)
     messages = ["prompt is empty", "sampling_params is a dict", "request_id 'taken' is in use"]
@@ -178,7 +186,7 @@ def test_a_step_that_fails_as_a_whole_ends_its_requests_and_serves_later_ones() 
 
 
 def test_closing_ends_requests_and_the_thread_and_refuses_later_calls() -> None:
-    llm = AsyncLLM.from_engine(slowly(Setup().engine()))
+    llm = AsyncLLM.from_engine(halting(Setup().engine(), lambda: llm._stepper.closing))
 
     async def go() -> list[Any]:
         tasks = [asyncio.create_task(text(llm, f"p{i}", LONG)) for i in range(12)]
@@ -208,6 +216,7 @@ def test_several_event_loops_share_the_engine(toy: AsyncLLM) -> None:
 
 def test_a_loop_that_is_gone_keeps_no_request_running(toy: AsyncLLM) -> None:
     loop = asyncio.new_event_loop()
+    halting(toy.engine, loop.is_closed)
     generator = toy.generate("abc", SamplingParams(max_tokens=60, ignore_eos=True))
     assert not loop.run_until_complete(anext(generator)).finished
     loop.close()
