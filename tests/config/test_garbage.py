@@ -44,8 +44,8 @@ one = Noisy()
 one.itself = one
 kept = Noisy()
 atexit.register(print, "exit handler")
-threading.Thread(target=lambda: (time.sleep(0.1), print("thread"))).start()
 print("said", end=" ")
+threading.Thread(target=lambda: (time.sleep(0.1), print("thread"))).start()
 """
 
 

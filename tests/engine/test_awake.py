@@ -13,6 +13,12 @@ from fusewright.engine.process import awake as awake_module
 from fusewright.engine.process.awake import AWAKE_S, Awake
 
 
+async def turns(count: int) -> None:
+    """Let the event loop do so many times what it has to do; it polls once in each."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
 def polls(monkeypatch: pytest.MonkeyPatch, processors: int, *, sleeps: bool = False) -> int:
     """How often a loop with nothing to do looks for work.  It has to stop.  Its clock goes on by a
     tenth of the time at each look, as on a machine that is not busy."""
@@ -29,9 +35,9 @@ def polls(monkeypatch: pytest.MonkeyPatch, processors: int, *, sleeps: bool = Fa
         awake.stay()  # it polls already, and goes on
         if sleeps:
             awake.sleep()
-        await asyncio.sleep(3 * AWAKE_S)
+        await turns(30)
         found = next(looks)
-        await asyncio.sleep(AWAKE_S)
+        await turns(30)
         assert next(looks) == found + 1, "it has not stopped"
         return found
 

@@ -68,8 +68,8 @@ class Index(http.server.BaseHTTPRequestHandler):
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         self.end_headers()
+        type(self).sent += len(body)  # before whoever asked has it, and goes on
         self.wfile.write(body)
-        type(self).sent += len(body)
 
     def log_message(self, format: str, *args: object) -> None:
         pass
