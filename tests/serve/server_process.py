@@ -19,11 +19,12 @@ import httpx
 
 from tests.warm import warm_starts
 
-TIMEOUT_S = 120
+TIMEOUT_S = 300
+"""Longest time for whatever a test waits for, in seconds: it bounds what hangs, and nothing else."""
 KEY, OTHER_KEY, ADMIN_KEY = "a key", "another", "an admin's key"
 JSON = {"content-type": "application/json"}
 LONG = {"prompt": "1+1=", "temperature": 0, "max_tokens": 400, "ignore_eos": True}
-"""A request that takes some seconds; see ``engine_stopped``."""
+"""A request that takes some seconds, for tests that end it; see ``engine_stopped``."""
 WAITED_FOR = {**LONG, "max_tokens": 160}
 """One that some tests wait for."""
 
@@ -43,8 +44,9 @@ class ServerProcess:
                 text=True,
             )
         self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
         if stderr is None:
-            threading.Thread(target=self._read, daemon=True).start()
+            self._reader.start()
         self.url = ""
 
     def _read(self) -> None:
@@ -99,11 +101,19 @@ class ServerProcess:
         found = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.M)
         return sum(map(float, found))
 
+    def ended(self) -> int:
+        """Wait until it has ended, and ``lines`` has all that it said; returns its exit code."""
+        code = self.process.wait(TIMEOUT_S)
+        if self._reader.ident is not None:
+            self._reader.join(TIMEOUT_S)
+            assert not self._reader.is_alive(), "a process of it goes on"
+        return code
+
     def stop(self) -> int:
         """Terminate it; returns its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(TIMEOUT_S)
+        return self.ended()
 
     def kill(self) -> None:
         """End it by force."""

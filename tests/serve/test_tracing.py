@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from .server_process import LONG, TIMEOUT_S, ServerProcess, wait_for
+from .server_process import LONG, ServerProcess, wait_for
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -103,6 +103,6 @@ def test_every_prompt_that_finishes_has_a_span(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_address_that_is_no_collector_is_refused() -> None:
     server = ServerProcess("--otlp-endpoint", "localhost:4318")
-    assert server.process.wait(TIMEOUT_S) == 2
+    assert server.ended() == 2
     message = "error: otlp_endpoint='localhost:4318': expected http://HOST:PORT of a collector"
-    wait_for(lambda: server.lines == [message])
+    assert server.lines == [message]
