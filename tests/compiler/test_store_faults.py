@@ -80,7 +80,7 @@ def test_eight_processes_replace_one_broken_artifact(fast: Path) -> None:
 def test_eight_processes_that_lock_build_once(fast: Path) -> None:
     results = run("locked_race", fast / "store")
     assert [result["built"] for result in results].count(True) == 1
-    assert [result["waited"] for result in results].count(1) >= 1
+    assert any(result["waited"] for result in results)
     assert {result["plan"] for result in results} == {FILES["plan.json"].decode()}
 
 

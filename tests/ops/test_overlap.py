@@ -23,7 +23,7 @@ from fusewright.ops.chain.kernels import OVERLAP, part_at
 from fusewright.ops.chain.stages import Call
 from fusewright.ops.collective import peer_memory as _peer_memory
 
-_WAIT_S = 20.0
+_WAIT_S = 300.0
 Op = Callable[..., Any]
 
 
