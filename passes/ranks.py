@@ -22,7 +22,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from ..ops.collective.process_group import process_group
 
 T = TypeVar("T")
-_TIMEOUT = timedelta(seconds=30)
+_TIMEOUT = timedelta(seconds=120)
+"""Longest time that a rank waits for another, whose thread may be held up on a busy machine."""
 _RUNS = itertools.count()
 
 

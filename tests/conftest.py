@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -39,6 +40,12 @@ if not torch.cuda.is_available():
 
 # torch.compile starts a process that imports torch to compile for GPUs, also where there is none.
 os.environ["TORCH_WARM_POOL"] = "0"
+
+# By default an example that takes 0.2 s fails, as it may wherever a machine pauses.
+hypothesis.settings.register_profile(
+    "fusewright", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("fusewright")
 
 # pytest-xdist gives its workers one of 80, for which tables would be wrapped.
 os.environ.pop("COLUMNS", None)

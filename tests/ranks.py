@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMEOUT_S = 240
+TIMEOUT_S = 500
 
 
 def in_ranks(function: Callable[[int, int], Any], world: int, folder: Path) -> list[Any]:
@@ -82,7 +82,7 @@ def _rank(task: Callable[[int, int], Any], rank: int, world: int, folder: Path) 
             init_method=f"file://{folder / 'store'}",
             rank=rank,
             world_size=world,
-            timeout=timedelta(seconds=60),
+            timeout=timedelta(seconds=TIMEOUT_S),
         )
         torch.save(task(rank, world), folder / f"{rank}.pt")
         dist.barrier()

@@ -225,7 +225,7 @@ def test_a_suite_leaves_a_result_that_a_page_can_show(tmp_path: Path) -> None:
     results.mkdir()
     # So many tokens that a pause of the machine is not longer than all behind the first.
     flags = "-O0 --device cpu --max-model-len 64 --input-len 4 --output-len 50 --repeats 2"
-    suite = Suite((f"serve.cli bench latency abacus {flags}",), limit_s=120)
+    suite = Suite((f"serve.cli bench latency abacus {flags}",), limit_s=600)
     measure("small.json", suite, models, results, unknown=None)
     text = render(page("latency small"), results)
     assert "| abacus `-O0` |" in text and "n = 2, spread up to" in text
@@ -235,7 +235,7 @@ def test_a_suite_leaves_a_result_that_a_page_can_show(tmp_path: Path) -> None:
 
 def test_a_suite_that_fails_leaves_the_older_result(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("older")
-    suite = Suite(("serve.cli bench latency /nope",), limit_s=120)
+    suite = Suite(("serve.cli bench latency /nope",), limit_s=600)
     with pytest.raises(UserError, match=r"a\.json: `serve.* ended with exit code 2"):
         measure("a.json", suite, tmp_path, tmp_path, unknown=None)
     with pytest.raises(UserError, match=r"a\.json: ended at its limit of 0 s"):

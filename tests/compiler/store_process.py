@@ -78,7 +78,7 @@ def run(command: str, *args: object) -> Any:
         [sys.executable, __file__, command, *map(str, args)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -271,7 +271,7 @@ except UserError as error:
     print(error)
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, timeout=300
     )
     assert done.stderr == ""
     assert done.stdout == (

@@ -38,7 +38,7 @@ async def text(llm: AsyncLLM, prompt: str, *args: Any, **kwargs: Any) -> str:
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)

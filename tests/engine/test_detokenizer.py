@@ -79,7 +79,7 @@ def test_a_character_is_shown_with_its_last_byte() -> None:
     assert [stream.push(byte) for byte in "a😀b".encode()] == ["a", "", "", "", "😀", "b"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text(max_size=30), st.text(max_size=30), st.randoms(use_true_random=False))
 def test_any_text_is_what_decoding_at_once_gives(
     prompt: str, text: str, rng: random.Random
@@ -93,7 +93,7 @@ def test_any_text_is_what_decoding_at_once_gives(
     assert shown + stream.flush(ids[one_by_one:]) == text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.integers(0, 271), max_size=120), st.booleans())
 def test_random_ids_are_never_worse_than_decoding_at_once(ids: list[int], skip: bool) -> None:
     """As from random weights: invalid UTF-8, special tokens, ids beyond the vocabulary."""
@@ -112,7 +112,7 @@ def test_bytes_that_are_no_text_do_not_pile_up() -> None:
     assert shown + stream.flush() == "�" * 1000
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.one_of(A_WORD, SOME_BYTES), max_size=12), st.randoms(use_true_random=False))
 def test_sentencepiece_spaces_and_bytes(words: list[list[int]], rng: random.Random) -> None:
     prompt = [1, SP.word("▁Hello")]
@@ -123,7 +123,7 @@ def test_sentencepiece_spaces_and_bytes(words: list[list[int]], rng: random.Rand
     assert "Hello" + shown + stream.flush(ids[one_by_one:]) == SP.decode(prompt + ids)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.one_of(A_WORD, A_SPECIAL), max_size=20))
 def test_special_tokens_that_are_not_shown_leave_spaces_alone(words: list[list[int]]) -> None:
     ids = [SP.word("▁Hello"), *(token_id for word in words for token_id in word)]
@@ -150,7 +150,7 @@ def first_complete(text: str, stops: list[str]) -> tuple[str, str | None]:
 TEXTS = st.text("abc", max_size=20)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(TEXTS, st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.randoms())
 def test_a_stop_string_is_found_wherever_tokens_end(
     text: str, stops: list[str], rng: random.Random

@@ -245,7 +245,7 @@ setups = (
 
 
 def test_every_request_gets_its_solo_answer(fw_cases: int) -> None:
-    @settings(max_examples=30 * fw_cases, deadline=None)
+    @settings(max_examples=30 * fw_cases)
     @given(setups, st.integers(0, 2**32), st.sampled_from([0.1, 0.5, 1.0]))
     def plays(setup: Setup, seed: int, busy: float) -> None:
         play(setup, random.Random(seed), num_steps=40, busy=busy)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from fusewright.config import UserError
@@ -199,7 +199,6 @@ PIECES = [*"ab/é1_ ", r"\/", r"\d", r"\w", r"\s", r"\D", r"\W", r"\S", r"\\", r
 CLASSES = ["[ab/]", r"[^\d/]", r"[\w\/]", r"[^\s\\]", "(a|/)", r"(?:\/|b)"]
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from(PIECES + CLASSES), st.sampled_from(["", "", "?", "*", "{2}"])),

@@ -48,7 +48,7 @@ PARAMS = [
     SamplingParams(max_tokens=12, logprobs=3, min_tokens=4, seed=1, prompt_logprobs=1),
     SamplingParams(temperature=0.0, max_tokens=12, logprobs=0, stop=["7", "99"], ignore_eos=True),
 ]
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 STATS = CoreStats(0, 0, 0, 0, [], [], 0, False, 0, 0, {}, 0.0, {}, {}, {}, 0)
 
 

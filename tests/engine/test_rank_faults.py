@@ -33,7 +33,7 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 64,
 }
 LONG = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 
 
 def is_gone(pid: int) -> bool:

@@ -71,7 +71,7 @@ def at_once(count: int, work: Callable[[int], Any]) -> list[Any]:
             return error
 
     with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(run, range(count), timeout=120))
+        return list(pool.map(run, range(count), timeout=300))
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +243,7 @@ def test_closing_ends_what_runs_and_refuses_the_rest_by_name() -> None:
     llm = LLM.from_engine(engine)
     with ThreadPoolExecutor(3) as pool:
         running = [pool.submit(llm.generate, "abc", LONG, False) for _ in range(3)]
-        assert started.wait(60)
+        assert started.wait(300)
         llm.close()
         for each in running:
             with pytest.raises(UserError, match="the engine is closed"):

@@ -125,7 +125,7 @@ def test_one_thread_at_a_time_is_in_tritons_front_end(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     threads, overlaps = map(int, done.stdout.split())

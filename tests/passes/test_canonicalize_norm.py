@@ -362,7 +362,7 @@ def spelled(draw: st.DrawFn) -> Callable[[Tensor, Tensor], Tensor]:
     return norm
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(fn=spelled(), dtype=st.sampled_from([torch.float32, BF16, torch.float16]))
 def test_any_words_for_a_norm_are_raised(fn: Any, dtype: torch.dtype) -> None:
     """Each is run against the op by verification."""

@@ -131,7 +131,7 @@ def prove_many(
 
     for count in (examples, *[examples // 4 or 1] * 28):
 
-        @settings(max_examples=count, deadline=None, database=None)
+        @settings(max_examples=count, database=None)
         @given(step_lists(steps, 9), heads)
         def proven(drawn: Any, head: bool) -> None:
             for had, more in zip((matched, seen), prove(built(drawn, head), names), strict=True):
@@ -148,7 +148,7 @@ def prove_many(
 def verify_many(names: tuple[str, ...], steps: Any, heads: Any, examples: int) -> None:
     """``prove`` with each rewrite verified."""
 
-    @settings(max_examples=examples, deadline=None, database=None)
+    @settings(max_examples=examples, database=None)
     @given(step_lists(steps, 9), heads)
     def proven(drawn: Any, head: bool) -> None:
         prove(built(drawn, head), names, verify=True)

@@ -20,7 +20,7 @@ import httpx
 from tests.warm import warm_starts
 
 TIMEOUT_S = 300
-"""Longest time for whatever a test waits for, in seconds: it bounds what hangs, and nothing else."""
+"""Longest time for what a test waits for, in seconds: it bounds what hangs, and nothing else."""
 KEY, OTHER_KEY, ADMIN_KEY = "a key", "another", "an admin's key"
 JSON = {"content-type": "application/json"}
 LONG = {"prompt": "1+1=", "temperature": 0, "max_tokens": 400, "ignore_eos": True}

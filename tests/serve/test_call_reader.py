@@ -255,7 +255,7 @@ _PARTS = st.sampled_from(
 _TEXTS = st.lists(_PARTS | st.text(max_size=4), max_size=12).map("".join)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.sampled_from(sorted(FORMATS)),
     _TEXTS,
@@ -274,7 +274,7 @@ def test_any_cuts_of_any_text_give_what_the_whole_gives(
     assert calls or (content, reason) == (text, "length")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(
         st.sampled_from(

@@ -55,7 +55,9 @@ def test_the_first_hour(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
                 exec(compile(text, PAGE.name, "exec"), {})
             elif text.startswith("curl "):
                 assert server is not None
-                done = subprocess.run(shlex.split(text), capture_output=True, text=True, timeout=60)
+                done = subprocess.run(
+                    shlex.split(text), capture_output=True, text=True, timeout=300
+                )
                 print(done.stdout)
                 assert done.returncode == 0, text
             else:

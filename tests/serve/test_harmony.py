@@ -91,7 +91,7 @@ _PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from([*Opening]), st.lists(_PIECES, max_size=16).map("".join), st.data())
 def test_any_cuts_of_any_text_give_what_the_whole_gives(
     opening: Opening, text: str, data: st.DataObject

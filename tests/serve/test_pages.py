@@ -96,7 +96,7 @@ def test_the_status_page_in_a_browser(width: int, dark: bool, tmp_path: Path) ->
         ],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=True,
     )
     probe = re.search(r"<body>(\{.*\})</body>", done.stdout, re.DOTALL)

@@ -82,7 +82,7 @@ _PIECES = st.sampled_from(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.sampled_from(sorted(TAGGED)),
     st.sampled_from([*Opening]),

@@ -180,7 +180,7 @@ def test_demo_has_colours_on_a_terminal_unless_no_color_is_set() -> None:
     with contextlib.suppress(OSError):  # the end of a terminal
         while part := os.read(ours, 4096):
             said += part
-    assert process.wait(timeout=60) == 0
+    assert process.wait(timeout=300) == 0
     coloured, plain = said.decode().split("\nplain")
     assert "\x1b[32m  ✓" in coloured
     assert "\x1b" not in plain

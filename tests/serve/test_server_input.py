@@ -258,7 +258,7 @@ def test_outputs_on_their_way_to_the_engine_are_told_as_waiting(
 
 def raw(server: ServerProcess, data: bytes) -> bytes:
     host, _, port = server.url.removeprefix("http://").rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=60) as connection:
+    with socket.create_connection((host, int(port)), timeout=300) as connection:
         connection.sendall(data)
         received = b""
         while piece := connection.recv(65536):

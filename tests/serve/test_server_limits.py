@@ -27,7 +27,7 @@ from fusewright.serve.http.life import Endpoint, _Http
 MAX_BODY = 100_000
 POST, GET = (b"%s HTTP/1.1\r\nhost: x\r\n" % line for line in (b"POST /read", b"GET /unread"))
 CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
-WAIT_S = 60
+WAIT_S = 300
 
 Talk = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
