@@ -40,6 +40,9 @@ def cluster() -> Iterator[Cluster]:
         patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # other tests take memory beside these
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONBREAKPOINT", "0")  # Ray sets it: processes would start cold ever after
+        # Ray may take long to answer, and to free what the engine before has had.
+        patch.setattr(ray_ranks, "_CONNECT_S", 300.0)
+        patch.setattr(ray_ranks, "_FREE_S", 300.0)
         made = Cluster(initialize_head=True, head_node_args=NODE)
         try:
             made.add_node(**NODE)
@@ -70,8 +73,7 @@ def test_ranks_on_two_nodes_answer_as_one_rank(level: int) -> None:
         actor = parent(pid)
         assert actor != os.getpid()
         assert tokens(llm) == expected
-    assert is_gone(pid)
-    wait_for(lambda: is_gone(actor))
+    wait_for(lambda: is_gone(pid) and is_gone(actor))  # on a busy machine Ray takes its time
 
 
 @pytest.mark.thorough

@@ -15,6 +15,7 @@ import pytest
 
 from fusewright.serve.http.endpoints.body import is_small
 from fusewright.serve.http.endpoints.generation import is_little
+from fusewright.serve.http.intake import reader as reader_module
 from fusewright.serve.http.intake.errors import ApiError
 from fusewright.serve.http.intake.protocol import ChatRequest, CompletionRequest
 from fusewright.serve.http.intake.reader import BodyReader, too_much_form
@@ -76,7 +77,12 @@ def with_reader(work: Callable[[BodyReader], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
-def test_a_reader_parses_refuses_and_survives_its_process() -> None:
+def test_a_reader_parses_refuses_and_survives_its_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The process that parses leaves the processors to all others, of which there may be many.
+    monkeypatch.setattr(reader_module, "_PARSE_S", 300.0)
+
     async def refused(reader: BodyReader, data: bytes) -> str:
         with pytest.raises(ApiError) as error:
             async with reader.turn():
