@@ -10,6 +10,7 @@ import secrets
 import shutil
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -152,7 +153,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
-def pytest_runtest_setup() -> None:
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    # What a test draws without a seed of its own depends on the run's, not on the tests before it.
+    torch.manual_seed(zlib.crc32(f"{item.config.option.fw_seed} {item.nodeid}".encode()))
     # Dynamo measures the guards of each graph, for which it flushes the processor's caches, 15 ms
     # every time; and it collects garbage.  Nobody reads the one or misses the other.
     if guards := sys.modules.get("torch._dynamo.guards"):

@@ -19,6 +19,7 @@ import pytest
 from fusewright import LLM, SamplingParams
 from fusewright.config import EngineDeadError, EngineOptions, UserError
 from fusewright.engine.process.client import EngineClient
+from fusewright.engine.ranks import leader as leader_module
 from fusewright.engine.ranks.leader import Leader
 from fusewright.engine.worker.hardware import detect_hardware
 from tests.serve.server_process import wait_for
@@ -34,6 +35,12 @@ OPTIONS: dict[str, Any] = {
 }
 LONG = SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
 TIMEOUT_S = 300
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank may take long to end, or to say why: rank 0 waits for that before it blames itself."""
+    monkeypatch.setattr(leader_module, "_CAUSE_S", float(TIMEOUT_S))
 
 
 def is_gone(pid: int) -> bool:

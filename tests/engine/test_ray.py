@@ -43,6 +43,7 @@ def cluster() -> Iterator[Cluster]:
         # Ray may take long to answer, and to free what the engine before has had.
         patch.setattr(ray_ranks, "_CONNECT_S", 300.0)
         patch.setattr(ray_ranks, "_FREE_S", 300.0)
+        patch.setattr(ray_ranks, "_GREET_S", 300.0)
         made = Cluster(initialize_head=True, head_node_args=NODE)
         try:
             made.add_node(**NODE)
