@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -21,7 +22,9 @@ from fusewright.config.process.logs import (
     write_log,
     write_log_by_default,
 )
+from fusewright.engine.frontend.engine_log import Load
 from fusewright.serve.http.intake.answer_log import AnswerLog, LogSettings
+from fusewright.serve.http.jobs import stats
 
 from .server_process import LONG, ServerProcess, stream, wait_for
 
@@ -69,6 +72,23 @@ def test_load_is_told_while_something_runs(server: ServerProcess) -> None:
             http.get("/metrics")
             time.sleep(0.2)
         assert len(told()) <= number + 1, "an idle server says nothing"
+
+
+def test_the_last_line_of_load_says_that_nothing_runs(
+    monkeypatch: pytest.MonkeyPatch, said: list[logging.LogRecord]
+) -> None:
+    """Also where an interval ended between the last token and what an engine tells of itself."""
+    loads = [Load(), Load(4, 9, num_running=1), Load(4, 10, num_running=1), *[Load(4, 10)] * 3]
+
+    async def load_of(_: object) -> Load:
+        if not loads:
+            raise asyncio.CancelledError
+        return loads.pop(0)
+
+    monkeypatch.setattr(stats, "load_of", load_of)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(stats.log_loads(None, 0.001))  # type: ignore[arg-type]
+    assert [record.getMessage()[:9] for record in said] == ["running 1"] * 2 + ["running 0"]
 
 
 def test_answers_have_lines_and_refusals_reasons(server: ServerProcess) -> None:

@@ -10,14 +10,16 @@ from .state import ServerState
 
 
 async def log_loads(state: ServerState, every_s: float) -> None:
-    """Log a line each ``every_s`` seconds, and none while nothing runs, until this is cancelled."""
+    """Log a line each ``every_s`` seconds until this is cancelled, and none while nothing runs, but
+    for the one that says so."""
     loop = asyncio.get_running_loop()
     before, since = Load(), loop.time()
     while True:
         await asyncio.sleep(every_s)
         with suppress(TimeoutError):  # of another API process; the next line has its share
             now, at = await load_of(state), loop.time()
-            if not now.is_idle or now[:2] != before[:2]:
+            # Engines tell that nothing runs a moment behind the last token.
+            if not (now.is_idle and before.is_idle) or now[:2] != before[:2]:
                 log_load(now, before, at - since)
             before, since = now, at
 
