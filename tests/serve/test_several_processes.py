@@ -18,6 +18,7 @@ from fusewright.engine.process.child import _COUNTERS_S
 
 from .server_process import (
     ADMIN_KEY,
+    LONG,
     TIMEOUT_S,
     WAITED_FOR,
     ServerProcess,
@@ -53,11 +54,13 @@ def started(num_api: int, num_replicas: int) -> Iterator[ServerProcess]:
 
 
 @contextmanager
-def open_streams(server: ServerProcess, count: int) -> Iterator[list[Iterator[str]]]:
+def open_streams(
+    server: ServerProcess, count: int, asked: dict[str, Any] = LONG
+) -> Iterator[list[Iterator[str]]]:
     """The events of long completions that have begun, over a connection each; none ends meanwhile,
     however slow the machine: the engines run only until the next one has begun."""
     with ExitStack() as stack, ExitStack() as held:
-        body = {**WAITED_FOR, "stream": True}
+        body = {**asked, "stream": True}
         streams = []
         for _ in range(count):
             client = stack.enter_context(server.client())
@@ -121,7 +124,7 @@ def test_two_api_processes_over_two_replicas_are_one_server() -> None:
 
 
 def test_sigterm_lets_the_requests_of_all_api_processes_finish() -> None:
-    with started(2, 1) as server, open_streams(server, 8) as streams:
+    with started(2, 1) as server, open_streams(server, 8, WAITED_FOR) as streams:
         server.process.send_signal(signal.SIGTERM)
         wait_for(lambda: any("draining: 8 requests" in line for line in server.lines))
         send(server.engine_pid, signal.SIGCONT)
