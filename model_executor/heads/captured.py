@@ -29,8 +29,11 @@ class CapturedHead(CapturedModel):
         assert spec.head is not None
         config: Any = self.library.config
         self.form, eps = FORMS[spec.head.form], config.rms_norm_eps
-        join = Join(spec.hidden_size, float(eps), hidden_first=self.form.hidden_first)
-        self.join = join.to(spec.dtype)
+        self.join = Join(spec.hidden_size, float(eps), hidden_first=self.form.hidden_first)
+        for module in self.join.modules():  # ``Module.to`` does not replace fake tensors
+            for name, param in module.named_parameters(recurse=False):
+                typed = nn.Parameter(param.to(spec.dtype), requires_grad=False)
+                setattr(module, name, typed)
 
     def forward(  # type: ignore[override]
         self,

@@ -11,10 +11,14 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
 
 from fusewright import LLM, SamplingParams
-from fusewright.config import UserError
+from fusewright.config import EngineOptions, Hardware, UserError
+from fusewright.engine.worker.draft_model import read_draft_model
+from fusewright.engine.worker.startup import read_model
+from fusewright.model_executor.loader import fake_model
 
 from .test_eagle3 import Recorded
 from .test_speculative import facts
@@ -135,6 +139,24 @@ def test_a_layer_drafts_what_its_definition_says(folders: tuple[Path, Path]) -> 
     assert llm.report()["drafts"]["error"] == "" and len(proposals) > 10
     for known, drafts in proposals:
         assert drafts == reference.drafts(known, len(drafts)), known
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_is_traced_of_a_layer_is_of_the_targets_dtype(
+    folders: tuple[Path, Path], dtype: str
+) -> None:
+    asked = json.dumps(MTP | {"model": str(folders[1])})
+    options = EngineOptions(
+        model=str(folders[0]), device="cpu", dtype=dtype, speculative_config=asked
+    )
+    hardware = Hardware("cpu", "any", graphs="none")
+    _, spec, config = read_model(options, hardware)
+    parts = read_draft_model(options, config, spec, hardware, weights=False)
+    assert parts is not None
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model: Any = fake_model(parts.spec, torch.device("cpu"))
+    found = {name: param.dtype for name, param in model.join.named_parameters()}
+    assert len(found) == 3 and {*found.values()} == {getattr(torch, dtype)}, found
 
 
 @pytest.mark.parametrize(
