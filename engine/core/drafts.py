@@ -167,7 +167,7 @@ class Drafts:
         entries = [(row, entry) for row, entry in enumerate(decodes) if self._may_draft(entry)]
         if self._drafter is not None and self._drafter.stores_drafts:
             for _, entry in entries:
-                with_blocks(entry, self._most_now, pool, margin)
+                with_blocks(entry, min(self._most_now, room_of(entry.request)), pool, margin)
         proposals = self._propose([entry.request for _, entry in entries])
         wanting = sum(1 for proposal in proposals if proposal)
         drafted = []

@@ -209,6 +209,29 @@ def test_a_sequence_beyond_the_draft_models_length_goes_on_without_drafts() -> N
     assert report["drafted"] < 5 * 32
 
 
+@pytest.mark.parametrize("words", [None, ["58", "a b", "3 "]], ids=["of the device", "of the host"])
+def test_no_drafts_take_blocks_beyond_max_model_len(words: list[str] | None) -> None:
+    """The last prompt is that long, but for fewer tokens than a step has drafts."""
+    options = OPTIONS | {"max_model_len": 64, "block_size": 8}
+    kind, prompts = (
+        params(ignore_eos=True, max_tokens=None, bad_words=words),
+        [*PROMPTS, "ab " * 17],
+    )
+    right = facts(LLM("abacus", **options).generate(prompts, kind, use_tqdm=False))
+    drafter = ITSELF | {"model": "abacus-draft", "num_speculative_tokens": 24}
+    llm = LLM("abacus", **options, speculative_config=drafter)
+    pool: Any = llm.engine.core.scheduler.pool  # type: ignore[attr-defined]
+    extend, lengths = pool.extend, set[int]()
+
+    def extended(blocks: Any, missing: Any) -> None:
+        extend(blocks, missing)
+        lengths.update(map(len, blocks.tables))
+
+    pool.extend = extended
+    assert facts(llm.generate(prompts, kind, use_tqdm=False)) == right
+    assert llm.report()["drafts"]["error"] == "" and max(lengths) == 8, lengths
+
+
 # Kernels
 
 
