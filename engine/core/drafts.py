@@ -140,7 +140,9 @@ class Drafts:
         return wants
 
     def _most_of_device(self, request: Request) -> int:
-        return 0 if request.needs_host or why_none(request) else self._most_for(request)
+        """Most drafts that the device may make behind a step; none if no step can try them."""
+        none = request.max_total_tokens - request.num_tokens < 2 or request.needs_host
+        return 0 if none or why_none(request) else self._most_for(request)
 
     def _is_followed(self, request: Request) -> bool:
         """Whether the device drafts for a request as its tokens come."""

@@ -85,6 +85,24 @@ def test_nobody_waits_where_no_drafts_have_a_place(name: str) -> None:
     assert not seen["waited for"]
 
 
+def test_no_passes_follow_a_step_behind_which_no_drafts_are_tried() -> None:
+    """The next step is the last, or there is none."""
+    llm = LLM("abacus", **OPTIONS, speculative_config=DRAFTERS["abacus-draft"])
+    runner: Any = llm.engine.core.runner  # type: ignore[attr-defined]
+    launch, batches = runner.launch, list[Any]()
+
+    def launched(batch: Any) -> Any:
+        batches.append(batch)
+        return launch(batch)
+
+    runner.launch = launched
+    for most in (1, 2):
+        llm.generate(PROMPTS, params(ignore_eos=True, max_tokens=most), use_tqdm=False)
+        assert batches and all(batch.passes is None for batch in batches)
+    llm.generate(PROMPTS, params(ignore_eos=True, max_tokens=3), use_tqdm=False)
+    assert any(batch.passes is not None for batch in batches)
+
+
 def test_a_request_whose_tokens_the_host_must_see_has_drafts_of_the_host() -> None:
     llm = LLM("abacus", **OPTIONS, speculative_config=DRAFTERS["abacus-draft"])
     alone, seen = LLM("abacus", **OPTIONS), watched(llm)
