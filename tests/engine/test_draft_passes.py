@@ -103,6 +103,23 @@ def test_no_passes_follow_a_step_behind_which_no_drafts_are_tried() -> None:
     assert any(batch.passes is not None for batch in batches)
 
 
+def test_drafts_of_the_host_that_were_right_are_not_read_again() -> None:
+    llm = LLM("abacus", **OPTIONS, speculative_config=DRAFTERS["abacus-draft"])
+    drafter: Any = llm.engine.core.scheduler.drafts._drafter  # type: ignore[attr-defined]
+    run, lens = drafter._run, list[int]()
+
+    def ran(passes: Any) -> Any:
+        lens.extend(passes[0].query_lens.tolist())
+        return run(passes)
+
+    drafter._run = ran
+    kind = params(ignore_eos=True, max_tokens=40, bad_words=["58", "a b", "3 "])
+    outputs = llm.generate(PROMPTS, kind, use_tqdm=False)
+    assert llm.report()["drafts"]["accepted"] > 20
+    prompts = sorted(len(output.prompt_token_ids or []) for output in outputs)
+    assert sorted(length for length in lens if length > 1) == prompts
+
+
 def test_a_request_whose_tokens_the_host_must_see_has_drafts_of_the_host() -> None:
     llm = LLM("abacus", **OPTIONS, speculative_config=DRAFTERS["abacus-draft"])
     alone, seen = LLM("abacus", **OPTIONS), watched(llm)

@@ -168,9 +168,12 @@ class ModelDrafter:
         budget = self._max_tokens
         for part in parts:
             request = part.request
-            seen = self._known_of(request) if self.follows(request) else self._seen_of(request)
             first, last = part.end - self._behind, self.reach(part, depth)
             is_wanted = part.is_wanted and depth > 0 and last < _NEVER
+            is_followed = self.follows(request)
+            if not (is_wanted or is_followed):
+                continue  # it may have drafts of the host, of which ``settle`` will tell
+            seen = self._known_of(request) if is_followed else self._seen_of(request)
             if is_wanted and not seen.follows:
                 end = min(part.end, request.num_known_tokens - self._behind)
                 end = min(end, seen.num_tokens + budget)
