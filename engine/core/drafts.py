@@ -94,7 +94,7 @@ class Drafts:
         self.policy = policy or Always(most)
         self.most, self._vocab_size, self._method = most, vocab_size, drafter.method
         self._remembers, self._ended = remembers, list[EndedOutput]()
-        self._planner, self._limit, self._has_passes = planner, 0, False
+        self._planner, self._limit, self._reserved, self._has_passes = planner, 0, 0, False
         self._num_in_flight = 0  # steps with drafts of the host
         self._most_now, self._most_of = 0, dict[str, int]()
         self._num_steps = self._num_tokens = 0
@@ -102,10 +102,11 @@ class Drafts:
         self._without: Counter[str] = Counter()
         self._error = ""
 
-    def begin(self, running: Collection[Request], limit: int) -> None:
+    def begin(self, running: Collection[Request], limit: int, pool: BlockPool) -> None:
         """A step of ``running`` requests is about to be scheduled, in which one may have up to
         ``limit`` drafts."""
         self._most_now, self._most_of, self._limit = 0, {}, limit
+        self._reserved = len(running) * len(pool.groups)  # blocks that are left to others
         if self._drafter is None:
             return
         counts = Counter(class_of(each) for each in running if not why_none(each))
@@ -118,8 +119,9 @@ class Drafts:
     def _most_for(self, request: Request) -> int:
         return self._most_of.get(class_of(request), 0)
 
-    def holds(self, request: Request) -> bool:
-        """Whether a decode waits for the step in flight, so that it can have drafts behind it."""
+    def holds(self, request: Request, pool: BlockPool) -> bool:
+        """Whether a decode waits for the step in flight, so that it can have drafts behind it; not
+        where blocks for them are lacking."""
         is_free = not (request.num_in_flight or self._num_in_flight)
         is_free |= self._is_followed(request)
         if is_free or not self._most_now or self._drafter is None or why_none(request):
@@ -128,7 +130,9 @@ class Drafts:
         if not most or request.max_total_tokens - request.num_tokens < 2:
             return False
         planner = self._planner if self.on_device and not request.needs_host else None
-        if planner is not None and not planner.has_place(request, self._most_now):
+        room = planner.needs(request, self._most_now) if planner else request.num_tokens + 1
+        missing = sum(pool.num_missing(request.blocks, room, room))
+        if missing and missing + self._reserved > pool.num_free:
             return False
         try:
             wants = self._drafter.wants(request)
@@ -137,6 +141,7 @@ class Drafts:
             return False
         if not wants:
             self.policy.observe_drafts(class_of(request), most, 0, 0)
+        self._reserved += missing * wants
         return wants
 
     def _most_of_device(self, request: Request) -> int:
@@ -269,7 +274,7 @@ class Drafts:
         if self._planner is None:
             return None
         if not self._most_of:  # none of them ran before this step
-            self.begin([entry.request for entry in entries], self._limit)
+            self.begin([entry.request for entry in entries], self._limit, pool)
         try:
             parts = parts_of(entries, drafted, self._most_of_device)
             make_room(parts, self._planner, self._most_now, pool, margin)

@@ -143,7 +143,7 @@ class Scheduler:
         self._free_rows = self.step_limits.most_rows - len(self.running)
         self._has_part = False
         if (drafts := self.drafts) is not None:
-            drafts.begin(self.running.values(), self.limits.longest_chunk - 1)
+            drafts.begin(self.running.values(), self.limits.longest_chunk - 1, self.pool)
         order = in_order(self.running, self.waiting, self.heed_priority)
         for request in order:
             if budget == 0:
@@ -161,7 +161,7 @@ class Scheduler:
                 self._has_part |= end < num_tokens
                 if end == start:
                     continue
-            elif drafts is not None and drafts.holds(request):
+            elif drafts is not None and drafts.holds(request, self.pool):
                 continue
             if end + ahead > request.blocks.num_slots and not self._make_room(request, end, order):
                 continue

@@ -85,6 +85,17 @@ def test_nobody_waits_where_no_drafts_have_a_place(name: str) -> None:
     assert not seen["waited for"]
 
 
+def test_nobody_waits_where_drafts_have_no_blocks() -> None:
+    """The request has the last block that is free when it has 17 tokens of 32."""
+    options = OPTIONS | {"block_size": 8, "num_gpu_blocks_override": 4}
+    drafter = DRAFTERS["abacus-draft"] | {"num_speculative_tokens": 12}
+    llm = LLM("abacus", **options, speculative_config=drafter)
+    seen = watched(llm)
+    (output,) = llm.generate("37+58=", params(ignore_eos=True, max_tokens=25), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 25 and not any(seen["drafts"][-8:])
+    assert set(seen["in flight"][-8:]) == {1}, seen
+
+
 def test_no_passes_follow_a_step_behind_which_no_drafts_are_tried() -> None:
     """The next step is the last, or there is none."""
     llm = LLM("abacus", **OPTIONS, speculative_config=DRAFTERS["abacus-draft"])

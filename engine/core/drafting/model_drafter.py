@@ -143,16 +143,18 @@ class ModelDrafter:
         seen = self._seen.get(request.request_id)
         return seen.num_made if seen is not None and seen.blocks is request.blocks else 0
 
-    def has_place(self, request: Request, depth: int) -> bool:
-        """Whether a request that waits for what is in flight can have ``depth`` drafts behind the
-        next step; near the end of what the model can read there is no place for so many."""
-        return request.num_tokens - self._behind + depth <= self._max_model_len
+    def needs(self, request: Request, depth: int) -> int:
+        """``reach`` of a request that waits for what is in flight, behind the step that comes
+        then."""
+        return self._within(request.num_tokens - self._behind + depth)
 
     def reach(self, part: Part, depth: int) -> int:
         """Tokens that a request must have room for, so that it may have ``depth`` drafts behind a
         step if all that it tries are right; more than it may ever have, if that is too many."""
-        last = part.end - self._behind + part.num_ahead + depth
-        return last if last <= self._max_model_len else _NEVER
+        return self._within(part.end - self._behind + part.num_ahead + depth)
+
+    def _within(self, num_tokens: int) -> int:
+        return num_tokens if num_tokens <= self._max_model_len else _NEVER
 
     def plan(self, parts: Sequence[Part], depth: int) -> DraftPasses | None:
         """The passes behind a step that computes ``parts``, each of another request; ``depth``
@@ -169,7 +171,8 @@ class ModelDrafter:
         for part in parts:
             request = part.request
             first, last = part.end - self._behind, self.reach(part, depth)
-            is_wanted = part.is_wanted and depth > 0 and last < _NEVER
+            has_room = not part.samples or last <= request.blocks.num_slots
+            is_wanted = part.is_wanted and depth > 0 and last < _NEVER and has_room
             is_followed = self.follows(request)
             if not (is_wanted or is_followed):
                 continue  # it may have drafts of the host, of which ``settle`` will tell
@@ -182,7 +185,7 @@ class ModelDrafter:
                     budget -= end - seen.num_tokens
                     self._write(request, seen.num_tokens, end)
                 seen.follows = seen.num_tokens == first
-            seen.follows &= is_wanted and part.samples and last <= request.blocks.num_slots
+            seen.follows &= is_wanted and part.samples
             seen.num_made = depth if seen.follows else 0
             if seen.follows:
                 drafting.append(part)

@@ -41,9 +41,10 @@ class Planner(Protocol):
     def follows(self, request: Request) -> bool:
         """Whether passes behind the steps in flight read all that these compute of a request."""
 
-    def has_place(self, request: Request, depth: int) -> bool:
-        """Whether a request that is not followed can still have ``depth`` drafts behind the step of
-        its last token, if none are in flight then."""
+    def needs(self, request: Request, depth: int) -> int:
+        """Tokens that a request which is not followed must have room for, so that it may have
+        ``depth`` drafts behind the step of its last token; more than it may ever have, if it may
+        not."""
 
     def num_made(self, request: Request) -> int:
         """Drafts that the device has for the next step of a request."""
