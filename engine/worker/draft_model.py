@@ -108,7 +108,6 @@ def draft_options(
         enable_expert_parallel=False,
         distributed_executor="mp",
         require_fusion=(),
-        kernels=(),
         record_expert_load=False,
         speculative_config=None,
     )
@@ -147,7 +146,9 @@ def _with_rows(own: ResolvedConfig, target: ResolvedConfig) -> ResolvedConfig:
     num_rows = target.scheduler.max_num_rows
     scheduler = replace(own.scheduler, max_num_rows=num_rows, is_drafter=True)
     sizes = target.capture.sizes if own.capture.sizes else ()
-    return replace(own, scheduler=scheduler, capture=replace(own.capture, sizes=sizes))
+    calls = replace(own.compile, named_kernels=())  # it need not call all ops that are named
+    capture = replace(own.capture, sizes=sizes)
+    return replace(own, scheduler=scheduler, capture=capture, compile=calls)
 
 
 class SharedTables(BlockTables):

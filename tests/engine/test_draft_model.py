@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fusewright import LLM, ops
 from fusewright.compiler.emit.kernels import outside_variants
-from fusewright.config import EngineOptions, UserError
+from fusewright.config import EngineOptions, Hardware, UserError
 from fusewright.engine import aot_compile as aot
 from fusewright.engine.frontend.outputs import RequestOutput
 from fusewright.engine.messages.step import DraftPasses
@@ -233,6 +233,20 @@ def test_no_drafts_take_blocks_beyond_max_model_len(words: list[str] | None) -> 
 
 
 # Kernels
+
+
+def test_kernels_that_are_named_are_the_drafters_too() -> None:
+    """It need not call every op: that is asked of the target alone."""
+    names = ("argmax=native", "place_rows=native", "propose_ngrams=native")
+    asked = EngineOptions(
+        model="abacus", device="cpu", kernels=names, speculative_config=json.dumps(ITSELF)
+    )
+    hardware = Hardware("cpu", "any", graphs="none")
+    _, spec, config = startup.read_model(asked, hardware)
+    draft = read_draft_model(asked, config, spec, hardware, weights=False)
+    assert draft is not None
+    assert draft.config.compile.kernels == config.compile.kernels
+    assert config.compile.named_kernels and not draft.config.compile.named_kernels
 
 
 @pytest.mark.parametrize("way", ["compile", "start"])
