@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from .errors import UserError
+from .step_fields import MOST_DRAFTS
 
 _log = logging.getLogger(__name__)
 METHODS = ("ngram", "suffix", "draft_model", "eagle3", "mtp")
@@ -19,10 +20,6 @@ LOOKUP_METHODS = ("ngram", "suffix")
 """Methods that look for drafts in tokens, and load no model."""
 HEAD_METHODS = ("eagle3", "mtp")
 """Methods whose drafter reads hidden states of the model."""
-MOST_DRAFTS = 64
-"""Most drafts of a request in a step."""
-MOST_LOOKS = 16
-"""Earlier places of the last tokens that ``ngram`` compares, the latest first."""
 _MOST_LOOKUP = 64
 _LOOKUP = 5
 """Tokens of an n-gram if neither bound is given, as in vLLM."""

@@ -109,6 +109,10 @@ no draft is there; ``ON_DEVICE`` is added where the device alone knows position 
 NO_SAMPLE, NO_DRAFT, ON_DEVICE = -1, -2, 1 << 16
 REJECTED, NOT_DRAFTED = -3, -4
 """In place of the token of a row behind a wrong draft, and of a row whose draft is not there."""
+MOST_DRAFTS = 64
+"""Most drafts of a request in a step."""
+MOST_LOOKS = 16
+"""Earlier places of the last tokens that ``ngram`` compares, the latest first."""
 
 
 def slot_mapping_of(group: int) -> str:

@@ -20,7 +20,8 @@ from ...ops import find_cuda_library, installed_cublaslt
 
 PACKAGE = Path(__file__).resolve().parents[2]
 _OWN_SOURCES = (
-    *("config/arch.py", "config/device_table.py", "config/expert_tables.py", "config/devices"),
+    *("config/arch.py", "config/step_fields.py"),
+    *("config/device_table.py", "config/expert_tables.py", "config/devices"),
     *("ops", "passes", "compiler", "csrc"),
 )
 _INSPECTS = "compiler/inspect/"

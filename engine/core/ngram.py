@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...config.speculative import MOST_LOOKS
+from ...config.step_fields import MOST_LOOKS
 from .request import Request
 
 _MOST_NEW = 4096

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...config.speculative import MOST_DRAFTS
+from ...config.step_fields import MOST_DRAFTS
 from ..core.launch import Launch, Launches
 from ..core.tiles import cdiv, dense_rows, next_power_of_2
 

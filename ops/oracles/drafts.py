@@ -6,8 +6,15 @@ from itertools import takewhile
 
 import numpy as np
 
-from ...config.speculative import MOST_LOOKS
-from ...config.step_fields import NO_DRAFT, NO_SAMPLE, NO_SLOT, NOT_DRAFTED, ON_DEVICE, REJECTED
+from ...config.step_fields import (
+    MOST_LOOKS,
+    NO_DRAFT,
+    NO_SAMPLE,
+    NO_SLOT,
+    NOT_DRAFTED,
+    ON_DEVICE,
+    REJECTED,
+)
 from ._call import Array, Call, Expected
 from .tokens import mix
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...config.speculative import MOST_LOOKS
+from ...config.step_fields import MOST_LOOKS
 from ..core.desc import Case, Cost, Draw, OpDesc, drawn
 from ..core.op import Implementation, SemanticOp, dispatched, nothing, triton
 from ..launches import tokens

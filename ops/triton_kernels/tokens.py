@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...config import speculative as _speculative, step_fields as _step
+from ...config import step_fields as _step
 from .dependent import wait_for_previous
 from .sampling import mix
 
@@ -21,7 +21,7 @@ _NO_DRAFT = tl.constexpr(_step.NO_DRAFT)
 _ON_DEVICE = tl.constexpr(_step.ON_DEVICE)
 _REJECTED = tl.constexpr(_step.REJECTED)
 _NOT_DRAFTED = tl.constexpr(_step.NOT_DRAFTED)
-_MOST_LOOKS = tl.constexpr(_speculative.MOST_LOOKS)
+_MOST_LOOKS = tl.constexpr(_step.MOST_LOOKS)
 NOW: tl.constexpr = tl.constexpr(".cv")  # not what a cache has of the host's memory
 
 

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from ...config import UserError
-from ...config.speculative import MOST_DRAFTS, with_fields
+from ...config.speculative import with_fields
+from ...config.step_fields import MOST_DRAFTS
 
 Acceptance = Annotated[
     str | None,

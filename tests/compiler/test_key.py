@@ -219,6 +219,21 @@ def test_editing_a_line_of_any_source_changes_the_key(copied_package: Path) -> N
         assert changed_factors(copied_package, name.removeprefix("source."), before) == [name]
 
 
+def test_values_of_config_that_kernels_hold_are_in_the_key() -> None:
+    factors = source_factors(source._MODEL_SOURCES)
+    for folder in ("triton_kernels", "launches"):
+        for path in (PACKAGE / "ops" / folder).glob("*.py"):
+            found = re.findall(r"^from \.{3}config(\.\w+)? import (.+)", path.read_text(), re.M)
+            names = {
+                module.removeprefix(".") or each.split(" as ")[0]
+                for module, imported in found
+                for each in imported.split(", ")
+            }
+            # What experts are routed by is a part of the model, whose fields are in the key.
+            held = {f"source.config/{name}.py" for name in names - {"routing"}}
+            assert held <= {*factors}, path
+
+
 def test_editing_what_only_inspects_leaves_the_key_as_it_is(copied_package: Path) -> None:
     before = source_factors(source._MODEL_SOURCES, copied_package)
     files = {path.name for path in (copied_package / "compiler" / "inspect").glob("*.py")}
