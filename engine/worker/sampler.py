@@ -306,7 +306,7 @@ class Sampler:
         if rows.has_allowed:
             self._keep_allowed(values, batch, rows)
         if banned and len(batch.ahead):
-            ban(values, banned, seq_lens + self._ahead, self._send)
+            ban(values, banned, seq_lens, self._send)
         elif banned:
             places = self._send([each[:2] for each in banned], torch.long)
             values.index_put_(tuple(places.unbind(1)), self._never)

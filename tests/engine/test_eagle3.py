@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,9 +15,13 @@ from torch import Tensor
 
 from fusewright import LLM
 from fusewright.compiler.emit.kernels import step_sizes
-from fusewright.config import UserError
+from fusewright.config import EngineOptions, Hardware, UserError
 from fusewright.engine.core.request import Request
-from fusewright.engine.messages.step import DraftPasses
+from fusewright.engine.messages.step import Batch, DraftPasses, NewSequence
+from fusewright.engine.worker.draft_model import read_draft_model
+from fusewright.engine.worker.drafts.head_runner import HeadSampler
+from fusewright.engine.worker.sampling.op_table import OpTable
+from fusewright.engine.worker.startup import decode_buffers, read_model
 from fusewright.engine.worker.step_arguments import example
 from fusewright.model_executor.abacus.problems import held_out
 from fusewright.model_executor.draft_checks import drafter_reader
@@ -219,6 +225,34 @@ def test_a_trained_drafter_is_mostly_right(name: str, least: float) -> None:
         report = llm.report()["drafts"]
         assert report["accepted_by_position"][0] > least * report["drafted_by_position"][0]
     assert report["drafted"] > 100
+
+
+@pytest.mark.parametrize(("length", "token"), [(13, 4), (14, 4), (15, 3)])
+def test_a_head_drafts_no_end_before_min_tokens(length: int, token: int) -> None:
+    """The 15th token is the first that may end a prompt of 10 with 5 tokens; a row of a head is at
+    the position before that of its token."""
+    asked = EngineOptions(
+        model="abacus",
+        device="cpu",
+        optimization_level=0,
+        dtype="float32",
+        max_model_len=128,
+        speculative_config=json.dumps(BUNDLED),
+    )
+    hardware = Hardware("cpu", "any", graphs="none")
+    _, spec, config = read_model(asked, hardware)
+    parts = read_draft_model(asked, config, spec, hardware, weights=False)
+    assert parts is not None
+    sampler = HeadSampler(OpTable(parts.config.compile, 0), parts.config, 8, None)
+    kind = params(min_tokens=5)
+    sampler.admit(NewSequence(0, kind, 0, 10, frozenset({3}), [], []))
+    zeros, ones = np.zeros(1, np.int32), np.ones(1, np.int32)
+    starts = np.array([length - 4], np.int32)  # two drafts are in flight
+    batch = Batch(zeros, starts, ones, ones, zeros, zeros, [], [], 1, ahead=2 * ones)
+    buffers = decode_buffers(parts.spec, parts.config)
+    buffers.view("seq_lens", 1).fill_(length - 1)
+    logits = torch.tensor([[0.0, 0, 0, 2, 1, 0, 0, 0]])
+    assert sampler.choose(logits, batch, buffers).tolist() == [token]
 
 
 def test_a_head_drafts_again_after_a_sleep(tmp_path: Path) -> None:
