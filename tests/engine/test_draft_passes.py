@@ -226,3 +226,23 @@ def test_rows_of_full_graphs_are_no_more_than_tokens() -> None:
     assert given == facts(alone.generate(prompts, params(ignore_eos=True), use_tqdm=False))
     drafts = llm.report()["drafts"]
     assert drafts["error"] == "" and drafts["accepted"] > 20
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_prompt_of_one_token_has_drafts(name: str) -> None:
+    """A head reads none of it: a row follows a token's hidden state."""
+    llm = LLM("abacus", **OPTIONS, speculative_config=DRAFTERS[name])
+    runner: Any = llm.engine.core.runner  # type: ignore[attr-defined]
+    launch, starts = runner.launch, list[int]()
+
+    def launched(batch: Any) -> Any:
+        for each in (batch.passes and batch.passes.reading, batch.passes and batch.passes.fresh):
+            starts.extend(each.starts.tolist() if each else [])
+        return launch(batch)
+
+    runner.launch = launched
+    kind = params(ignore_eos=True, max_tokens=24, detokenize=False)
+    prompts = [{"prompt_token_ids": [token]} for token in (256, 97, 51)]
+    alone = facts(LLM("abacus", **OPTIONS).generate(prompts, kind, use_tqdm=False))
+    assert facts(llm.generate(prompts, kind, use_tqdm=False)) == alone
+    assert min(starts) == 0 and llm.report()["drafts"]["accepted"] > 0

@@ -266,7 +266,7 @@ class ModelDrafter:
         if seen.num_known:  # what became of the drafts was not told
             seen.num_tokens = min(seen.num_tokens, seen.num_known - self._behind)
             seen.num_known = 0
-        seen.num_tokens = min(seen.num_tokens, last)
+        seen.num_tokens = max(min(seen.num_tokens, last), 0)
         self._mark(request, seen)
         return seen
 
