@@ -3,7 +3,8 @@
 ``devices/`` ships tables, ``--tuned-config-dir`` names a folder of more, and at ``-O3`` an artifact
 brings one of its own; ``ops/core/device_table.py`` asks the artifact's first and the shipped last.
 ``rows`` and ``num_sms`` serve every GPU of the same compute capability, whose kernels and caches
-are alike.  The rest serves the same model alone, with the same version of the library.
+are alike.  The rest serves the same model alone, with the same version of the library.  A row of a
+kernel that this build lacks decides nothing: a table may come from another build.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import msgspec
 from .arch import ARCHS
 from .errors import UserError
 from .expert_tables import ExpertShape, ExpertTable, parse_vllm
+from .ports import nearest as nearest_name
 
 FOLDER = Path(__file__).with_name("devices")
 OPERANDS = ("bfloat16", "fp8 tensor", "fp8 token")
@@ -112,6 +114,8 @@ class DeviceTable:
         rows: kernel and format or stage, see ``ROWS`` -> (fewest columns of a weight, most rows
             for which it is ahead); the first that fits holds.
         experts, algorithms: one entry for each shape of experts; for each weight and range of rows.
+        unknown_rows: those of ``rows`` whose kernels this build lacks.  They are kept for the file
+            alone: they change neither what runs nor an artifact's key.
     """
 
     name: str = field(compare=False, repr=False)
@@ -125,6 +129,9 @@ class DeviceTable:
     rows: Mapping[str, tuple[tuple[Count, Count], ...]] = field(default_factory=dict)
     experts: tuple[ExpertTable, ...] = ()
     algorithms: tuple[Algorithm, ...] = ()
+    unknown_rows: Mapping[str, tuple[tuple[Count, Count], ...]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @property
     def file(self) -> str:
@@ -152,6 +159,22 @@ class DeviceTable:
             return f"{self.file}: {section}: {has}"
         return ""
 
+    @property
+    def left_out(self) -> str:
+        """A sentence about the rows of kernels that this build lacks; "" if there are none."""
+        if not self.unknown_rows:
+            return ""
+        rows: dict[str, list[str]] = {}
+        for key in self.unknown_rows:
+            rows.setdefault(_kernel_of(key), []).append(repr(key))
+        told = []
+        for kernel, keys in rows.items():
+            close = nearest_name(kernel, ROWS)
+            hint = f"did you mean {close}?" if close else f"known: {', '.join(ROWS)}"
+            told.append(f"{kernel!r} of rows {', '.join(keys)} ({hint})")
+        serves = "the next row serves" if self.rows else "the rows of the next table serve"
+        return f"{self.name}: this build lacks kernel {'; '.join(told)}; {serves}"
+
     def updated(self, new: DeviceTable) -> DeviceTable:
         """This table with the sections of another in place of its own; of experts, with those of
         the same shapes."""
@@ -159,6 +182,8 @@ class DeviceTable:
         replaced = {each.shape for each in new.experts}
         others = (each for each in self.experts if each.shape not in replaced)
         sections |= {"experts": (*others, *new.experts)}
+        if "rows" in new.measured:
+            sections |= {"rows": new.rows, "unknown_rows": new.unknown_rows}
         return replace(self, measured={**self.measured, **new.measured}, **sections)
 
     def text(self) -> str:
@@ -166,6 +191,7 @@ class DeviceTable:
         ordered = sorted(self.algorithms, key=lambda a: (a.weight, a.least_rows))
         content = msgspec.to_builtins(replace(self, experts=(), algorithms=tuple(ordered)))
         content["experts"] = [each.to_json() for each in self.experts]
+        content["rows"] |= content.pop("unknown_rows")
         del content["name"]
         parts = [f"{json.dumps(key)}: {_in_lines(value)}" for key, value in content.items()]
         return "{" + ",\n ".join(parts) + "}\n"
@@ -189,7 +215,7 @@ def parse_table(text: str | bytes, name: str) -> DeviceTable:
     """
     try:
         content = msgspec.json.decode(text, type=dict[str, Any])
-        known = [f.name for f in fields(DeviceTable)[1:]]
+        known = [f.name for f in fields(DeviceTable) if f.compare]
         if unknown := sorted(map(repr, content.keys() - {*known})):
             raise ValueError(f"unknown: {', '.join(unknown)}; expected {', '.join(known)}")
         experts = msgspec.convert(content.pop("experts", []), list[Any])
@@ -198,20 +224,30 @@ def parse_table(text: str | bytes, name: str) -> DeviceTable:
         _check(table)
     except (ValueError, msgspec.MsgspecError) as error:
         raise UserError(f"{name}: {error}: not a table of a device; {_REMEDY}") from error
-    return table
+    unknown_rows = {key: held for key, held in table.rows.items() if _kernel_of(key) not in ROWS}
+    rows = {key: held for key, held in table.rows.items() if key not in unknown_rows}
+    return replace(table, rows=rows, unknown_rows=unknown_rows)
+
+
+def _kernel_of(key: str) -> str:
+    """The kernel that a key of ``rows`` names, known or not."""
+    known = next((kernel for kernel in ROWS if f"{key} ".startswith(f"{kernel} ")), None)
+    if known is not None:
+        return known
+    uses = sorted({use for each in ROWS.values() for use in each}, key=len, reverse=True)
+    named = (key.removesuffix(f" {use}") for use in uses if key.endswith(f" {use}"))
+    return next(named, key.partition(" ")[0])
 
 
 def _check(table: DeviceTable) -> None:
-    """Refuse an unknown device, kernel or stage, two entries for one call, and a section of which
-    nothing says how it was measured."""
+    """Refuse an unknown device or stage, a format that a known kernel lacks, two entries for one
+    call, and a section of which nothing says how it was measured."""
     if not table.gpu or not ARCHS[0].sm <= table.sm <= _MOST_SM:
         least = f"the name of a GPU and a compute capability of {ARCHS[0].sm} to {_MOST_SM}"
         raise ValueError(f"gpu={table.gpu!r}, sm={table.sm}: unknown device; expected {least}")
     for key, ranges in table.rows.items():
-        kernel = next((name for name in ROWS if key.startswith(f"{name} ")), None)
-        if kernel is None:
-            raise ValueError(f"rows[{key!r}]: unknown kernel; expected {', '.join(ROWS)}")
-        if key.removeprefix(f"{kernel} ") not in ROWS[kernel]:
+        kernel = _kernel_of(key)
+        if kernel in ROWS and key.removeprefix(f"{kernel} ") not in ROWS[kernel]:
             expected = ", ".join(ROWS[kernel])
             raise ValueError(f"rows[{key!r}]: unknown format or stage; expected {expected}")
         if not ranges or ranges[-1][0] != 0:

@@ -17,6 +17,7 @@ from .core.cuda import find_cuda_library, load_cuda_library, why_csrc_is_not_bui
 from .core.desc import Case, OpDesc, TensorDesc
 from .core.device_table import (
     expert_table,
+    left_out as left_out_of_tables,
     notes as table_notes,
     report as report_tables,
     take as take_table,
@@ -118,6 +119,7 @@ __all__ = [
     "installed_cublaslt",
     "keep_tokens",
     "kv_store",
+    "left_out_of_tables",
     "linear",
     "load_cuda_library",
     "paged_attention",

@@ -108,6 +108,7 @@ def main() -> None:
     new = table_here(env["commit"], env["command"], **ceilings, algorithms=algorithms)
     if old is None and (near := portable()):
         old = replace(here, rows=near.rows, measured={"rows": near.measured["rows"]})
+        old = replace(old, unknown_rows=near.unknown_rows)
     table = replace(old or here, algorithms=()).updated(new)
     path.write_text(table.text())
     print(f"{count} algorithms into {path}")

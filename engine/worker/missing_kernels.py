@@ -1,4 +1,5 @@
-"""Warns when a GPU that the kernels of csrc are for runs without them."""
+"""Warns when a GPU that the kernels of csrc are for runs without them, and when a device table
+names kernels that this build lacks."""
 
 from __future__ import annotations
 
@@ -19,3 +20,9 @@ def say_where_csrc_is_missing(hardware: Hardware) -> None:
             hardware.name,
             ops.why_csrc_is_not_built(),
         )
+
+
+def say_what_tables_left_out() -> None:
+    """Log a warning for each device table with rows of kernels that this build lacks."""
+    for sentence in ops.left_out_of_tables():
+        _log.warning("%s", sentence)

@@ -14,6 +14,7 @@ from ...graph_capture import Dispatcher
 from ...model_executor.spec import ModelSpec, stage_of
 from .graph_mode import graph_mode
 from .memory import account, bind_kv_caches, bytes_per_block, log_rows_of_drafts, outside_bytes
+from .missing_kernels import say_what_tables_left_out
 from .model_runner import ModelRunner
 from .peers import Peers
 from .progress import Progress
@@ -64,6 +65,8 @@ class Worker:
         self.groups = block_groups(whole.cache_groups)
         with load_beside(folder, whole, config, startup, progress, peers.rank) as self.weights:
             self.compiled = compile_model(whole, config, self.weights, startup, progress, peers)
+        if peers.rank == 0:
+            say_what_tables_left_out()
         self.draft: DraftModel | None = None
         if draft is not None:
             from .draft_model import DraftModel, Target

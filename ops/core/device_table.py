@@ -187,11 +187,18 @@ def ignored(gpu: str, cublaslt: str) -> dict[str, str]:
     return {file: reason for file, reason in reasons.items() if reason}
 
 
+def left_out() -> list[str]:
+    """A sentence for each table with rows of kernels that this build lacks."""
+    return [sentence for table in _tables() if (sentence := table.left_out)]
+
+
 def report(device: torch.device) -> dict[str, Any]:
-    """The tables that serve, those that do not with the reason, and what was asked of them: the
-    fewest and most rows, columns or tokens of what was found and of what was not."""
+    """The tables that serve, those that do not with the reason, rows that were left out, and what
+    was asked of them: the fewest and most rows, columns or tokens of what was found and of what was
+    not."""
     near = portable()
     said: dict[str, Any] = {"portable": near.file if near else None, "serving": [], "ignored": {}}
+    said["left_out"] = left_out()
     if device.type == "cuda":
         said["serving"] = [table.file for table in serving(device)]
         said["ignored"] = ignored(gpu_of(device)[0], _cublaslt.installed())
@@ -199,9 +206,11 @@ def report(device: torch.device) -> dict[str, Any]:
 
 
 def notes(weights: Iterable[Weight], gpu: str, cublaslt: str) -> list[str]:
-    """Lines on which tables a GPU may use, and which weights have algorithms in them."""
+    """Lines on which tables a GPU may use, what of them is left out, and which weights have
+    algorithms in them."""
     found: dict[str, list[str]] = {}
-    lines = [
+    lines = [f"device table: {sentence}" for sentence in left_out()]
+    lines += [
         f"device table ignored for algorithms: {why}" for why in ignored(gpu, cublaslt).values()
     ]
     tables = _with_algorithms(gpu, cublaslt)

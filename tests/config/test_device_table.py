@@ -22,10 +22,11 @@ from fusewright.config.device_table import (
     read_table,
     shipped,
 )
-from fusewright.config.expert_tables import ExpertTable
+from fusewright.config.expert_tables import ExpertTable, ExpertTile
 
 ONE = Algorithm("bfloat16", 4096, 1024, 33, 64, "0a" * 64, 10.0, 12.0)
 BY = Measured("a GPU", {"cuBLASLt": "1"}, "abc1234", "a command")
+TILE = ExpertTile(16, 64, 64, 1, 4, 2)
 TABLE = DeviceTable(
     *("a.json", "a GPU", 90, 100, 80 << 30),
     {"copy_tb_s": BY, "rows": Measured("b GPU"), "algorithms": BY},
@@ -104,7 +105,9 @@ def test_a_table_is_read_as_it_was_written() -> None:
         ({"sm": 42}, "gpu='a GPU', sm=42: unknown device; expected .* of 80 to"),
         ({"sm": "90"}, r"Expected `int`, got `str` - at `\$\.sm`"),
         ({"num_sms": True}, r"Expected `int`, got `bool` - at `\$\.num_sms`"),
-        ({"rows": {"flow int4": [[0, 16]]}}, r"rows\['flow int4'\]: unknown kernel; .* stream, cl"),
+        ({"rows": {"flow int4": [[16, 16]]}}, r"rows\['flow int4'\]: .*last to begin at 0"),
+        ({"rows": {"flow int4": 8}}, r"Expected `array`, got `int` - at `\$\.rows"),
+        ({"rows": {"stream": [[0, 16]]}}, "unknown format or stage; expected bfloat16, fp8"),
         ({"rows": {"stream int4": [[0, 16]]}}, "unknown format or stage; expected bfloat16, fp8"),
         ({"rows": {"push 3 ranks": [[0, 16]]}}, "unknown format or stage; expected 2 ranks"),
         ({"rows": {"stream fp8 token": [[64, 8]]}}, r"rows\['stream .*last to begin at 0"),
@@ -116,6 +119,10 @@ def test_a_table_is_read_as_it_was_written() -> None:
         (
             {"experts": [{"kind": "fp8"}]},
             "expected an object of experts, intermediate, kind, tiles",
+        ),
+        (
+            {"rows": {"flow int4": [[0, 16]]}, "measured": {"copy_tb_s": {"gpu": "a GPU"}}},
+            r"measured\['rows'\] is missing",
         ),
         ({"measured": {}}, r"measured\['copy_tb_s'\] is missing"),
         (
@@ -135,6 +142,35 @@ def test_what_is_unknown_or_wrong_is_refused_by_file_and_key(
     with pytest.raises(UserError, match=words) as refused:
         shipped(tmp_path)
     assert str(refused.value).startswith(f"{path}: ") and "tune moe" in str(refused.value)
+
+
+def test_rows_of_kernels_that_this_build_lacks_are_left_out_and_kept(tmp_path: Path) -> None:
+    unknown = {
+        "cutlass 4 bits": ((0, 64),),
+        "stram sum 2 ranks": ((8, 2), (0, 4)),
+        "in trun 2 ranks": ((0, 1),),
+    }
+    rows = {**TABLE.rows, **unknown}
+    table = read_table(written(tmp_path, ONE, rows=rows))
+    assert table == TABLE and repr(table) == repr(TABLE), "an artifact's key has the repr"
+    assert [*table.rows] == ["stream fp8 token"] and [*table.unknown_rows] == [*unknown]
+    told = table.left_out
+    assert told.startswith(f"{tmp_path}/a.json: this build lacks kernel 'cutlass' of rows 'cutlass")
+    assert "(known: stream, cluster, " in told
+    assert "; 'stram' of rows 'stram sum 2 ranks' (did you mean stream?)" in told
+    assert "(did you mean in turn?); the next row serves" in told and TABLE.left_out == ""
+
+
+def test_rows_that_were_left_out_survive_a_rewrite(tmp_path: Path) -> None:
+    rows = {"flow int4": [[0, 64]], **TABLE.rows}
+    table = read_table(written(tmp_path, ONE, rows=rows))
+    tiles = replace(TABLE, experts=(ExpertTable(8, 64, "fp8", ((16, TILE),)),), rows={})
+    tiles = replace(tiles, measured={"experts": BY})  # as ``fusewright tune moe`` has them
+    again = parse_table(table.updated(tiles).text(), "again")
+    assert again.unknown_rows == {"flow int4": ((0, 64),)} and again.rows == TABLE.rows
+    assert again.text() == parse_table(again.text(), "again").text()
+    newer = table.updated(replace(TABLE, rows={"stream bfloat16": ((0, 8),)}))
+    assert not newer.left_out and [*newer.rows] == ["stream bfloat16"], "they were measured anew"
 
 
 def test_a_section_says_where_it_was_measured() -> None:
