@@ -173,10 +173,12 @@ def row_linear(
     return Linear(in_features, out_features, rule, bias, quant, world, reduce)
 
 
-def replicated_linear(in_features: int, out_features: int) -> Linear:
+def replicated_linear(
+    in_features: int, out_features: int, quant: QuantKind | None = None
+) -> Linear:
     """A layer of which every rank holds the whole weight."""
     rule = ShardRule(0, (Part("", out_features, 1),), split=False)
-    return Linear(in_features, out_features, rule, bias=False)
+    return Linear(in_features, out_features, rule, bias=False, quant=quant)
 
 
 def qkv_linear(

@@ -36,7 +36,9 @@ from .spec import ModelSpec, stage_of
 # The rest of `captured/`, some thirty modules, is imported where such a model is made.
 if TYPE_CHECKING:
     from .captured.model import CapturedModel
+    from .captured.moves import Move
     from .captured.skeleton import Skeleton
+    from .captured.text_decoder import Stored
 
 Model: TypeAlias = "DecoderModel | CapturedModel | Skeleton"
 ProgressBar: TypeAlias = Callable[[str, int], AbstractContextManager[Callable[[int], Any]]]
@@ -137,33 +139,60 @@ def _load_captured(
     rank: int,
 ) -> CapturedModel | Skeleton:
     from .captured.model import CapturedModel
-    from .captured.moves import copy_moves
-    from .captured.quantized.load import fill_quantized, quantized_moves
-    from .captured.ranks.held import moves_of_rank, set_captured_rank
     from .captured.skeleton import planned
     from .captured.text_decoder import stored_model
 
-    model: CapturedModel | Skeleton
     if described := planned(spec, folder, lookup):
-        model, moves = described.model, described.moves
-    else:
-        model = CapturedModel(spec)
-        stored, found = stored_model(model.facts, spec.dtype), read_headers(folder)
-        if spec.quant:
-            quantized = quantized_moves(model, stored, found, rank)
-            materialize(model, None, device)
-            with progress("Loading weights", quantized.nbytes) as advance:
-                fill_quantized(model, quantized, advance, rank)
-            set_captured_rank(model, rank)
-            return model
-        moves = stored.moves(found)
+        _copy(described.model, described.moves, device, progress, rank)
+        return described.model
+    model = CapturedModel(spec)
+    stored = stored_model(model.facts, spec.dtype)
+    load_captured(model, stored, read_headers(folder), device, progress, rank)
+    return model
+
+
+def load_captured(
+    model: CapturedModel,
+    stored: Stored,
+    found: Mapping[str, TensorInfo],
+    device: torch.device | str,
+    progress: ProgressBar,
+    rank: int = 0,
+) -> None:
+    """Give a captured model memory, and fill it from a checkpoint that has it as ``stored``.
+
+    Raises:
+        UserError: as ``load_model``.
+    """
+    if not model.spec.quant:
+        _copy(model, stored.moves(found), device, progress, rank)
+        return
+    from .captured.quantized.load import fill_quantized, quantized_moves
+    from .captured.ranks.held import set_captured_rank
+
+    quantized = quantized_moves(model, stored, found, rank)
     materialize(model, None, device)
-    tensors = model.library_tensors()
+    with progress("Loading weights", quantized.nbytes) as advance:
+        fill_quantized(model, quantized, advance, rank)
+    set_captured_rank(model, rank)
+
+
+def _copy(
+    model: CapturedModel | Skeleton,
+    moves: list[Move],
+    device: torch.device | str,
+    progress: ProgressBar,
+    rank: int,
+) -> None:
+    """Fill a model of which nothing is quantized."""
+    from .captured.moves import copy_moves
+    from .captured.ranks.held import moves_of_rank, set_captured_rank
+
+    materialize(model, None, device)
     moves = moves_of_rank(moves, model.spec, rank)
     set_captured_rank(model, rank)
     with progress("Loading weights", sum(move.nbytes for move in moves)) as advance:
-        copy_moves(moves, tensors, advance)
-    return model
+        copy_moves(moves, model.library_tensors(), advance)
 
 
 def place_experts(model: nn.Module, tp: TensorParallelRank) -> None:

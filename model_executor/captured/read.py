@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from inspect import getsourcefile, getsourcelines
 from pathlib import Path
 from types import MappingProxyType
@@ -55,7 +55,9 @@ def captured_spec(config: HfConfig, architecture: str, ranks: int = 1) -> ModelS
     read = read_config(path, values, architecture)
     found = found_in(path.parent)
     spec = spec_of(read, str(path), architecture, found, ranks)
-    quant = checkpoint_scheme(config, spec, found)
+    facts = spec.captured
+    assert facts is not None
+    quant = checkpoint_scheme(config, spec, found, partial(stored_model, facts, spec.dtype))
     check_blocks(path, spec, quant)
     return replace(spec, quant=quant, notes=(*spec.notes, *quant.notes)) if quant else spec
 

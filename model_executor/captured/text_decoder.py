@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,16 +70,18 @@ class Stored:
     Attributes:
         model: the library's model of the whole folder.
         names: name in ``model`` -> name in the model that is served; empty where they are one.
+        here: the checkpoint's tensors by the names that the library knows, where it has others.
     """
 
     model: Any
     names: Mapping[str, str]
+    here: Callable[[Mapping[str, TensorInfo]], Mapping[str, TensorInfo]] = dict
 
     def moves(
         self, found: Mapping[str, TensorInfo], types: Mapping[str, tuple[str, ...]] | None = None
     ) -> list[Move]:
         """``moves_of``, to the parameters of the model that is served."""
-        types = types or {}
+        types, found = types or {}, self.here(found)
         if not self.names:
             return moves_of(self.model, found, types=types)
         of_whole = {name: types[own] for name, own in self.names.items() if own in types}
@@ -88,17 +90,17 @@ class Stored:
 
     def untie(self, found: Mapping[str, TensorInfo]) -> dict[str, str]:
         """``untie``, by the names in the model that is served."""
-        notes = untie(self.model, found, self._skip)
+        notes = untie(self.model, self.here(found), self._skip)
         return {self.names.get(name, name): note for name, note in notes.items()}
 
     def tied(self, found: Mapping[str, TensorInfo]) -> list[TiedTensors]:
         """``tied_tensors``, by the names in the model that is served."""
-        tied = tied_tensors(self.model, found, self._skip)
+        tied = tied_tensors(self.model, self.here(found), self._skip)
         return [each._replace(name=self.names.get(each.name, each.name)) for each in tied]
 
     def sources(self, found: Mapping[str, TensorInfo]) -> dict[str, tuple[str, ...]]:
         """``sources_of``, by the names in the model that is served."""
-        sources = sources_of(self.model, found, self._skip)
+        sources = sources_of(self.model, self.here(found), self._skip)
         return {self.names.get(name, name): tensors for name, tensors in sources.items()}
 
     def left_out(self, found: Mapping[str, TensorInfo]) -> str:

@@ -6,17 +6,47 @@ state of the target stands behind its embedding, and takes its place.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ... import ops
 from ..attention import AttentionInputs, HeadInputs
 from ..captured.interfaces import PagedAttention
 from ..captured.model import CapturedModel, run
+from ..captured.quantized.formats import formats_of
+from ..captured.text_decoder import Stored, stored_model
+from ..checkpoint import TensorInfo
 from ..models.draft_head import Join, feed
+from ..quant.scheme import QuantKind
 from ..spec import ModelSpec
-from .forms import FORMS
+from .forms import FORMS, JOIN, JOIN_LINEAR, nextn_names
+
+
+def add_join(library: Any, spec: ModelSpec, quant: QuantKind | None = None) -> None:
+    """Add what joins an embedding and a hidden state to the library's model of the layer."""
+    assert spec.head is not None
+    eps, form = float(library.config.rms_norm_eps), FORMS[spec.head.form]
+    join = Join(spec.hidden_size, eps, hidden_first=form.hidden_first, quant=quant)
+    for part in (join.embedding_norm, join.hidden_norm, *([] if quant else [join.linear])):
+        # ``Module.to`` fails among fake tensors.
+        part.weight.data = torch.empty_like(part.weight, dtype=spec.dtype)
+    library.add_module(JOIN, join)
+
+
+def stored_head(spec: ModelSpec) -> Stored:
+    """The layer as the checkpoint of its model has it; errors are those of ``stored_model``."""
+    assert spec.captured is not None and spec.head is not None
+    stored, layer = stored_model(spec.captured, spec.dtype), spec.head.layer
+    add_join(stored.model, spec)
+
+    def here(found: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+        return {ours: found[theirs] for ours, theirs in nextn_names(found, layer).items()}
+
+    return replace(stored, here=here)
 
 
 class CapturedHead(CapturedModel):
@@ -27,13 +57,8 @@ class CapturedHead(CapturedModel):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
         assert spec.head is not None
-        config: Any = self.library.config
-        self.form, eps = FORMS[spec.head.form], config.rms_norm_eps
-        self.join = Join(spec.hidden_size, float(eps), hidden_first=self.form.hidden_first)
-        for module in self.join.modules():  # ``Module.to`` does not replace fake tensors
-            for name, param in module.named_parameters(recurse=False):
-                typed = nn.Parameter(param.to(spec.dtype), requires_grad=False)
-                setattr(module, name, typed)
+        self.form = FORMS[spec.head.form]
+        add_join(self.library, spec, formats_of(spec).get(JOIN_LINEAR))
 
     def forward(  # type: ignore[override]
         self,
@@ -49,7 +74,7 @@ class CapturedHead(CapturedModel):
         library: Any = self.library
 
         def joined(module: nn.Module, args: Any, embedded: Tensor) -> Tensor:
-            return self.join(embedded[0], beside.hidden)[None]  # type: ignore[no-any-return]
+            return library.join(embedded[0], beside.hidden)[None]  # type: ignore[no-any-return]
 
         def fed(hidden: Tensor) -> None:
             feed(ops.gather_last_token(hidden, attention.query_start_loc), beside)

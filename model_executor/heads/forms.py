@@ -45,12 +45,15 @@ FORMS: dict[str, HeadForm] = {
 }
 """``nextn``: the layer that DeepSeek-V3 and GLM-4.5 have behind their last one.  It is captured
 from the library, which knows its tensors."""
+JOIN = "join"
+JOIN_LINEAR = f"{JOIN}.linear"
+"""What joins embedding and hidden state, in the library's model, and its linear layer."""
 NEXTN_JOIN = {
-    "enorm.weight": "embedding_norm.weight",
-    "hnorm.weight": "hidden_norm.weight",
-    "eh_proj.weight": "linear.weight",
+    "enorm": f"{JOIN}.embedding_norm",
+    "hnorm": f"{JOIN}.hidden_norm",
+    "eh_proj": JOIN_LINEAR,
 }
-"""Names of what joins embedding and hidden state, in such a checkpoint and in ``Join``."""
+"""Names of its parts in such a checkpoint, and here."""
 
 TO_TARGET, FROM_TARGET = "d2t", "t2d"
 """Maps of a head that drafts some of the target's tokens: of each of its tokens, what the target's
@@ -68,9 +71,13 @@ def nextn_names(names: Iterable[str], layer: int) -> dict[str, str]:
         "lm_head.weight": (f"{prefix}shared_head.head.weight", "lm_head.weight"),
     }
     found = {name: next((n for n in known if n in there), "") for name, known in taken.items()}
-    apart = ("embed_tokens.", "shared_head.", *NEXTN_JOIN)
-    layers = {f"model.layers.0.{n}": o for n, o in own.items() if not n.startswith(apart)}
-    return {name: theirs for name, theirs in (found | layers).items() if theirs}
+    for name, theirs in own.items():
+        first, _, rest = name.partition(".")
+        if first in NEXTN_JOIN:
+            found[f"{NEXTN_JOIN[first]}.{rest}"] = theirs
+        elif first not in ("embed_tokens", "shared_head"):
+            found[f"model.layers.0.{name}"] = theirs
+    return {name: theirs for name, theirs in found.items() if theirs}
 
 
 def canonical(name: str) -> str:

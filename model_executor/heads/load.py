@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from ...config.errors import UserError
 from ..checkpoint import TensorInfo, open_checkpoint_file, read_headers
 from ..dummy import fill_dummy
-from ..loader import Model, ProgressBar, load_weights, materialize, no_progress
+from ..loader import Model, ProgressBar, load_captured, load_weights, materialize, no_progress
 from ..models.decoder import DecoderModel
 from ..models.draft_head import DraftHead
 from ..parallel import TensorParallelRank
 from ..spec import ModelSpec
-from .forms import FROM_TARGET, NEXTN_JOIN, TO_TARGET, canonical, nextn_names
+from .forms import FROM_TARGET, NEXTN_JOIN, TO_TARGET, canonical
 from .read import missing_map
 
 _OF_TARGET = {
@@ -94,35 +94,20 @@ def _load_captured(
 ) -> Model:
     """A layer that predicts further tokens, of a captured model; random weights with a ``seed``."""
     from ..captured.model import fill_captured
-    from ..captured.moves import copy_moves
-    from ..captured.text_decoder import stored_model
-    from .captured import CapturedHead
+    from .captured import CapturedHead, stored_head
 
     head = CapturedHead(spec)
-    materialize(head, None, device)
     if seed is not None:
+        materialize(head, None, device)
         fill_captured(head, seed)
-        for parameter in head.join.parameters():
-            parameter.detach().normal_(0.0, 0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
         return head
-    assert spec.captured is not None and spec.head is not None
-    there, layer = read_headers(folder), spec.head.layer
-    stored = {ours: there[theirs] for ours, theirs in nextn_names(there, layer).items()}
-    moves = stored_model(spec.captured, spec.dtype).moves(stored)
-    joins = {ours: f"model.layers.{layer}.{theirs}" for theirs, ours in NEXTN_JOIN.items()}
-    missing = [name for name in joins.values() if name not in there]
-    if missing:
+    assert spec.head is not None
+    found = read_headers(folder)
+    there = {name.rpartition(".")[0] for name in found}
+    joins = (f"model.layers.{spec.head.layer}.{name}" for name in NEXTN_JOIN)
+    if missing := [name for name in joins if name not in there]:
         raise UserError(f"{folder}: the checkpoint lacks {', '.join(missing)}; download it again")
-    with progress("Loading weights", sum(move.nbytes for move in moves)) as advance:
-        copy_moves(moves, head.library_tensors(), advance)
-    for ours, theirs in joins.items():
-        parameter, tensor = head.join.get_parameter(ours), _read(there[theirs])
-        if tensor.shape != parameter.shape:
-            raise UserError(
-                f"tensor {theirs} in {there[theirs].file} has shape {list(tensor.shape)}, expected "
-                f"{list(parameter.shape)}; config.json and weights must be of one model"
-            )
-        parameter.detach().copy_(tensor)
+    load_captured(head, stored_head(spec), found, device, progress)
     return head
 
 

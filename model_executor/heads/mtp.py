@@ -8,13 +8,16 @@ layer of the model follows, and ``shared_head`` has its norm and its head.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ...config.errors import UserError
 from ..captured.described import Lookup, nowhere
+from ..captured.facts import LinearFacts
+from ..checkpoint import FLOATS, TensorInfo
 from ..hf_json import HfConfig, read_json
-from ..spec import ModelSpec
-from .forms import nextn_names
+from ..spec import ModelSpec, check_blocks
+from .forms import JOIN_LINEAR, nextn_names
 from .spec import BEHIND_NORM, HeadSpec
 
 NEXTN = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
@@ -67,11 +70,6 @@ def read_mtp(
             f"{path}: architectures={config.values.get('architectures')!r}, and the model is "
             f"{name}; leave model out of speculative_config, or name a checkpoint of the model"
         )
-    if config.values.get("quantization_config"):
-        raise UserError(
-            f"{path}: method='mtp': such a layer of a quantized checkpoint is not loaded yet; use "
-            "a checkpoint in 16 bits, a draft_model, or ngram"
-        )
     if target.captured is None or target.captured.whole:
         raise UserError(f"{path}: method='mtp': {name} is a part of another model here")
     count = config.integer("num_nextn_predict_layers", 0, least=0)
@@ -87,12 +85,14 @@ def read_mtp(
 def _spec(path: Path, config: HfConfig, name: str, target: ModelSpec) -> ModelSpec:
     # Only now: it imports torch and a library, which takes seconds.
     from ..captured.library import read_config
+    from ..captured.quantized.formats import checkpoint_scheme
     from ..captured.read import found_in, spec_of
+    from .captured import stored_head
 
     layer = config.integer("num_hidden_layers")
-    there = found_in(path.parent)
-    stored = {ours: there[theirs] for ours, theirs in nextn_names(there, layer).items()}
-    if there and not any(name.startswith(f"model.layers.{layer}.") for name in there):
+    found = found_in(path.parent)
+    here = {ours: found[theirs] for ours, theirs in nextn_names(found, layer).items()}
+    if found and not any(name.startswith(f"model.layers.{layer}.") for name in found):
         raise UserError(
             f"{path.parent}: method='mtp': the checkpoint has no tensors model.layers.{layer}.*, "
             "which num_nextn_predict_layers=1 calls for; it was saved without them"
@@ -100,7 +100,7 @@ def _spec(path: Path, config: HfConfig, name: str, target: ModelSpec) -> ModelSp
     values = {name: value for name, value in config.values.items() if name != "layer_types"}
     values |= {name: value for name, value in _OF_LAYERS.items() if name in values}
     values |= {"num_hidden_layers": 1}
-    spec = spec_of(read_config(path, values, name), str(path), name, stored)
+    spec = spec_of(read_config(path, values, name), str(path), name, here)
     if spec.hidden_size != target.hidden_size or layer != target.num_layers:
         raise UserError(
             f"{path}: {layer} layers of hidden_size={spec.hidden_size}, and the model has "
@@ -113,4 +113,21 @@ def _spec(path: Path, config: HfConfig, name: str, target: ModelSpec) -> ModelSp
         draft_vocab_size=spec.vocab_size,
         layer=layer,
     )
-    return replace(spec, head=head, notes=())
+    facts, size = spec.captured, spec.hidden_size
+    assert facts is not None
+    if found and not _is_float(found.get(f"model.layers.{layer}.eh_proj.weight")):
+        facts = replace(facts, linears=(*facts.linears, LinearFacts(JOIN_LINEAR, size, 2 * size)))
+    spec = replace(spec, captured=facts, head=head, notes=())
+
+    def there(name: str) -> str:
+        return name.replace("model.layers.0.", f"model.layers.{layer}.", 1)
+
+    quant = checkpoint_scheme(config, spec, found, partial(stored_head, spec), there)
+    check_blocks(path, spec, quant)
+    return replace(spec, quant=quant)
+
+
+def _is_float(info: TensorInfo | None) -> bool:
+    """Whether ``eh_proj`` is there in 16 or 32 bits, as it mostly is, named in ``config.json`` or
+    not."""
+    return info is not None and info.dtype in FLOATS

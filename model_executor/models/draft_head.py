@@ -17,6 +17,7 @@ from ... import ops
 from ..attention import AttentionInputs, HeadInputs
 from ..heads.forms import FORMS
 from ..layers import LMHead, RMSNorm, qkv_linear, replicated_linear
+from ..quant.scheme import QuantKind
 from ..spec import ModelSpec
 from .decoder import DecoderLayer, DecoderModel
 
@@ -45,13 +46,16 @@ class WidenedLayer(DecoderLayer):
 
 
 class Join(nn.Module):
-    """Makes one hidden state of an embedding and a hidden state."""
+    """Makes one hidden state of an embedding and a hidden state; ``quant`` is that of its linear
+    layer."""
 
-    def __init__(self, size: int, eps: float, *, hidden_first: bool) -> None:
+    def __init__(
+        self, size: int, eps: float, *, hidden_first: bool, quant: QuantKind | None = None
+    ) -> None:
         super().__init__()
         self.hidden_first = hidden_first
         self.embedding_norm, self.hidden_norm = RMSNorm(size, eps), RMSNorm(size, eps)
-        self.linear = replicated_linear(2 * size, size)
+        self.linear = replicated_linear(2 * size, size, quant)
 
     def forward(self, embedded_TD: Tensor, hidden_TD: Tensor) -> Tensor:
         both = self.embedding_norm(embedded_TD), self.hidden_norm(hidden_TD)

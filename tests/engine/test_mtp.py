@@ -166,7 +166,10 @@ def test_what_is_traced_of_a_layer_is_of_the_targets_dtype(
         ({"num_nextn_predict_layers": 2}, "has 2"),
         ({"hidden_size": 64}, "another model's checkpoint"),
         ({"num_hidden_layers": 1}, "no tensors model.layers.1|another model's checkpoint"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoint"),
+        (
+            {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32}},
+            "of experts only gpt-oss's MXFP4 and FP8 are read",
+        ),
     ],
 )
 def test_a_checkpoint_that_cannot_draft_is_refused_by_name(

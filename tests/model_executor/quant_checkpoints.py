@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -45,17 +46,20 @@ def by_channel(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_block(weight: Tensor) -> tuple[Tensor, Tensor]:
-    rows, columns = (size // 128 for size in weight.shape)
-    blocks = weight.view(rows, 128, columns, 128)
+    """The last rows may be fewer than a block's."""
+    rows, columns = (-(-size // 128) for size in weight.shape)
+    whole = F.pad(weight, (0, 0, 0, 128 * rows - len(weight)))
+    blocks = whole.view(rows, 128, columns, 128)
     scale = blocks.abs().amax((1, 3), keepdim=True) * (1 / 448)
-    return to_e4m3(blocks / scale).view(weight.shape), scale.view(rows, columns)
+    quantized = to_e4m3(blocks / scale).view(whole.shape)[: len(weight)]
+    return quantized.contiguous(), scale.view(rows, columns)
 
 
 def spread(scale: Tensor, weight: Tensor) -> Tensor:
     """The scale of every element of a weight: a single one, one a row, or one a block."""
     if scale.numel() == 1 or scale.shape == (weight.shape[0], 1):
         return scale.reshape(-1, 1).expand(weight.shape)
-    return scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return scale.repeat_interleave(128, 0)[: len(weight)].repeat_interleave(128, 1)
 
 
 @dataclass(frozen=True)
@@ -219,7 +223,7 @@ def requantize(
     for name, weight in load_file(folder / "model.safetensors").items():
         module = name.removesuffix(".weight")
         left = any(part in f"{module}." for part in ignore.values())
-        if left or not module.endswith("_proj"):
+        if left or not module.endswith(("_proj", "_proj_with_mqa")):
             tensors[name] = weight
             continue
         quantized, scale = dialect.quantize(weight.float())

@@ -16,7 +16,7 @@ from ...quant.layouts import Layout
 from ...quant.scheme import FORMATS, QuantKind, QuantScheme
 from ...spec import ModelSpec
 from ..facts import LinearFacts
-from ..text_decoder import stored_model
+from ..text_decoder import Stored
 from .stored import one_tensor_a_weight
 
 OF_EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
@@ -95,13 +95,19 @@ def mergeable(
 
 
 def checkpoint_scheme(
-    config: HfConfig, spec: ModelSpec, found: Mapping[str, TensorInfo]
+    config: HfConfig,
+    spec: ModelSpec,
+    found: Mapping[str, TensorInfo],
+    stored_model: Callable[[], Stored],
+    there: Callable[[str], str] = str,
 ) -> QuantScheme | None:
     """How a folder's checkpoint is quantized; None: not at all.
 
     Args:
-        found: the checkpoint's tensors, whose names the config's lists use; where there are none,
-            the lists are taken to use the library's names.
+        found: the checkpoint's tensors, whose names the config's lists use.
+        stored_model: makes the model as the checkpoint has it.
+        there: the name that a parameter of the library's model has in the config's lists, where
+            there are no tensors.
 
     Raises:
         UserError: as ``read_quantization``, or the sizes of a layer do not fit.
@@ -111,11 +117,11 @@ def checkpoint_scheme(
         stored_as: Callable[[str], Layout | StoredFormat | None],
     ) -> Iterator[tuple[str, str]]:
         assert spec.captured is not None
-        stored = stored_model(spec.captured, spec.dtype) if found else None
+        stored = stored_model() if found else None
         sources = stored.sources(one_tensor_a_weight(found, stored_as).tensors) if stored else {}
         for linear in spec.captured.linears:
             parameter = parameter_of(linear)
-            for name in sources.get(parameter, (parameter,)):
+            for name in sources.get(parameter, (there(parameter),)):
                 yield name.removesuffix(".weight"), linear.name
 
     return read_captured_quantization(config, names, spec.num_layers)
