@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
@@ -15,9 +16,18 @@ from .errors import UserError
 from .step_fields import MOST_DRAFTS
 
 _log = logging.getLogger(__name__)
-METHODS = ("ngram", "suffix", "draft_model", "eagle3", "mtp")
-LOOKUP_METHODS = ("ngram", "suffix")
+DRAFTERS: Mapping[str, str] = {
+    "ngram": "",
+    "suffix": "",
+    "draft_model": "a draft model",
+    "eagle3": "an EAGLE-3 head",
+    "mtp": "a checkpoint with the layer, else the model's own",
+}
+"""Method -> whose folder or name ``model`` is; "" where it loads none."""
+METHODS = tuple(DRAFTERS)
+LOOKUP_METHODS = tuple(method for method, drafter in DRAFTERS.items() if not drafter)
 """Methods that look for drafts in tokens, and load no model."""
+_LOADING = tuple(method for method, drafter in DRAFTERS.items() if drafter)
 HEAD_METHODS = ("eagle3", "mtp")
 """Methods whose drafter reads hidden states of the model."""
 _MOST_LOOKUP = 64
@@ -26,10 +36,7 @@ _LOOKUP = 5
 _SUFFIX = {"num_speculative_tokens": 8, "prompt_lookup_min": 3, "prompt_lookup_max": 24}
 """Defaults of ``suffix``; the last is vLLM's, too."""
 _MOST_CACHED = 1 << 24
-_NEEDS_MODEL = {
-    "draft_model": "the folder or ORG/NAME of a draft model",
-    "eagle3": "the folder or ORG/NAME of an EAGLE-3 head",
-}
+_NEEDS_MODEL = ("draft_model", "eagle3")
 _EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
 
 
@@ -80,9 +87,9 @@ _OF_METHOD = {
     "suffix_cached_tokens": ("suffix",),
     "suffix_decoding_max_tree_depth": ("suffix",),
     "suffix_decoding_max_cached_requests": ("suffix",),
-    "model": ("draft_model", "eagle3", "mtp"),
+    "model": _LOADING,
     "quantization": ("draft_model",),
-    "revision": ("draft_model", "eagle3", "mtp"),
+    "revision": _LOADING,
 }
 """Fields that not every method reads, and those that do."""
 
@@ -222,7 +229,8 @@ def _read_model(values: dict[str, Any]) -> None:
         if not isinstance(value, str) or not value:
             raise _wrong(name, value, "text")
     if values["method"] in _NEEDS_MODEL and "model" not in values:
-        raise _wrong("model", None, _NEEDS_MODEL[values["method"]])
+        drafter = DRAFTERS[values["method"]]
+        raise _wrong("model", None, f"the folder or ORG/NAME of {drafter}")
     if (revision := values.pop("revision", None)) is not None:
         values["model"] = f"{values['model']}@{revision}"
 

@@ -18,7 +18,7 @@ import typer
 from ...config import EngineOptions, OptionSpec, UserError, option_specs
 from ...config.options import SYNONYMS
 from ...config.ports import at_revision
-from ...config.speculative import with_fields
+from ...config.speculative import DRAFTERS, LOOKUP_METHODS, METHODS, with_fields
 from ...config.weight_format import why_no_choice
 from .help import HELP_ALL
 from .options import merge
@@ -76,10 +76,14 @@ def _spec(name: str, kind: str, text: str) -> OptionSpec:
     return OptionSpec(name, "--" + name.replace("_", "-"), kind, None, "scheduler", text, ())
 
 
+_METHOD = f"method of --speculative-config: {', '.join(METHODS)}"
+_NONE = {"no model": ", ".join(LOOKUP_METHODS)}
+_LOADED = {drafter: method for method, drafter in DRAFTERS.items() if drafter}
+_DRAFTER = "; ".join(f"{drafter} ({methods})" for drafter, methods in (_LOADED | _NONE).items())
 DRAFT_FLAGS = {
-    "method": _spec("spec_method", "str", "method of --speculative-config: ngram, draft_model"),
+    "method": _spec("spec_method", "str", _METHOD),
     "num_speculative_tokens": _spec("spec_k", "int", "its num_speculative_tokens"),
-    "model": _spec("spec_model", "str", "its model: folder or ORG/NAME of a draft model"),
+    "model": _spec("spec_model", "str", f"its model, DIR or ORG/NAME: {_DRAFTER}"),
 }
 """Short flags for fields of ``speculative_config``."""
 ENGINE_FLAGS = (*option_specs(), REVISION, *DRAFT_FLAGS.values())

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from fusewright.config import option_specs
+from fusewright.config.speculative import METHODS
+from fusewright.config.vllm.speculative import SPECULATIVE
+from fusewright.engine.core.drafters import _DRAFTERS
 from fusewright.serve.cli import main
 
 COMMANDS = [
@@ -131,6 +134,15 @@ def test_a_line_of_usage_is_the_same_with_every_typer(
     first, *rest = capsys.readouterr().out.splitlines()
     assert first.endswith(usage)
     assert any(line.startswith(f"  {argument} ") for line in rest)
+
+
+@pytest.mark.parametrize("flag", ["--spec-method", "--spec-model"])
+def test_flags_of_drafts_name_every_method(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "run", "--help-all").partition(f"{flag} ")[2]
+    text = re.split(r"\n +-", text)[0]
+    assert [method for method in METHODS if not re.search(rf"\b{method}\b", text)] == []
+    assert SPECULATIVE["method"].says == ", ".join(METHODS), "the page for users of vLLM"
+    assert list(_DRAFTERS) == list(METHODS), "the engine's drafters"
 
 
 def test_no_default_is_shown_as_python_writes_it() -> None:
