@@ -6,7 +6,7 @@ import json
 import re
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,20 @@ def open_checkpoint_file(file: Path) -> Iterator[Any]:
         raise UserError(f"cannot read {file}: {reason}; check its permissions") from error
     except SafetensorError as error:
         raise UserError(f"{file} is truncated or damaged ({error}); download it again") from error
+
+
+class OpenFiles(ExitStack):
+    """Checkpoint files, each opened when it is first asked for, and closed together: opening one
+    reads its header, which is long where a model has many experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._opened: dict[Path, Any] = {}
+
+    def __getitem__(self, file: Path) -> Any:
+        if file not in self._opened:
+            self._opened[file] = self.enter_context(open_checkpoint_file(file))
+        return self._opened[file]
 
 
 def read_headers(folder: Path) -> dict[str, TensorInfo]:

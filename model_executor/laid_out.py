@@ -1,14 +1,16 @@
-"""Fills linear layers from weights of 4 and 8 bits that a checkpoint has in a layout of its own.
+"""Fills layers from weights of 4 and 8 bits that a checkpoint has in a layout of its own.
 
 What a layer holds is the same whatever project wrote the checkpoint: ``quant/convert`` reads one
 weight, or a rank's part of it, and it is copied to its place among those that are merged with it.
+A layer of experts has a weight in the checkpoint for each expert.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -16,7 +18,8 @@ from torch import Tensor
 
 from ..config.errors import UserError
 from ..config.weight_format import StoredFormat
-from .checkpoint import TensorInfo
+from .checkpoint import OpenFiles, TensorInfo
+from .experts import ExpertLinear
 from .layers import Linear
 from .models.decoder import DecoderModel
 from .parallel import TensorParallelRank
@@ -26,6 +29,7 @@ from .sharding import ModulePart
 from .spec import ModelSpec
 
 GATE_UP, DOWN = "mlp.gate_up", "mlp.down"
+_USE_UNSORTED = "use a checkpoint with desc_act=false (actorder: weight, static or null)"
 
 
 @dataclass(frozen=True)
@@ -36,15 +40,17 @@ class LaidOutRead:
         source: the weight in the checkpoint.
         name, layer: the layer that it is, or is a part of.
         part: what of it this rank reads.
-        dest: the layer's row at which it begins.
+        dest: the row at which it begins, of the layer or of the expert's share of it.
+        expert: whose weight it is, in a layer of experts.
         reader: the weight that reads the rows of this one, if that puts them in an order.
     """
 
     source: LaidOut
     name: str
-    layer: Linear
+    layer: Linear | ExpertLinear
     part: Part
     dest: int
+    expert: int | None = None
     reader: LaidOut | None = None
 
     @property
@@ -71,7 +77,7 @@ def laid_out_reads(
     names: Iterable[tuple[str, ModulePart]],
     found: Mapping[str, TensorInfo],
 ) -> tuple[list[LaidOutRead], set[str]]:
-    """What is read, and the names of all tensors that belong to it.
+    """What is read, and the names of all tensors that belong to it or to other ranks' experts.
 
     Raises:
         UserError: a tensor is missing or has another type or shape; the order of a layer's columns
@@ -83,19 +89,24 @@ def laid_out_reads(
     for name, target in names:
         module = modules.get(target.module)
         layout = layout_of(model.spec, module)
-        if layout is None or not isinstance(module, Linear):
+        if layout is None or not isinstance(module, Linear | ExpertLinear):
             continue
+        of_experts = isinstance(module, ExpertLinear)
+        if of_experts and target.expert is None:
+            continue  # refused with the tensor's name where its slot is made
         rule = module.weight_rule
-        sizes = [*module.shape]
+        sizes = [*module.shape[-2:]]
         sizes[rule.dim] = rule.size_of(target.part)
         source = laid_out(name, layout, found, (sizes[0], sizes[1]))
+        used |= {info.name for info in source.tensors.values()}
+        used |= {beside for beside in names_beside(name, layout) if beside in found}
+        if of_experts and target.expert not in module.numbers:
+            continue
         place = rule.place(target.part, tp.rank, tp.world)
         ranges = [slice(0, sizes[0]), slice(0, sizes[1])]
         ranges[place.dim] = slice(place.source_start, place.source_start + place.length)
-        dest = place.dest_start if place.dim == 0 else 0
-        reads.append(LaidOutRead(source, target.module, module, Part(ranges[0], ranges[1]), dest))
-        used |= {info.name for info in source.tensors.values()}
-        used |= {beside for beside in names_beside(name, layout) if beside in found}
+        dest, part = place.dest_start if place.dim == 0 else 0, Part(ranges[0], ranges[1])
+        reads.append(LaidOutRead(source, target.module, module, part, dest, target.expert))
     readers = {read.name: read.source for read in reads if read.source.layout.order is not None}
     return list(_with_readers(reads, readers, modules)), used
 
@@ -113,7 +124,7 @@ def _with_readers(
         left.discard(down)
         if modules[read.name].bias is not None:
             raise _unabsorbed(readers[down], f"{read.name} has a bias")
-        yield LaidOutRead(read.source, read.name, read.layer, read.part, read.dest, readers[down])
+        yield replace(read, reader=readers[down])
     for down in sorted(left):
         before = down.replace(DOWN, GATE_UP)
         if modules[before].quant is None or before not in {read.name for read in reads}:
@@ -124,7 +135,7 @@ def _unabsorbed(down: LaidOut, reason: str) -> UserError:
     info = down.tensors["order"]
     return UserError(
         f"tensor {info.name} in {info.file} sorts columns by activation (desc_act), which the rows "
-        f"before them cannot follow: {reason}; use a checkpoint with desc_act=false"
+        f"before them cannot follow: {reason}; {_USE_UNSORTED}"
     )
 
 
@@ -133,34 +144,65 @@ def fill_laid_out(reads: Iterable[LaidOutRead], advance: Callable[[int], Any]) -
     """Fill layers that have memory.
 
     Raises:
-        UserError: as of ``read_part``, or the parts of a layer have their columns in several
-            orders.
+        UserError: as of ``read_part``; the parts of a layer have their columns in several orders,
+            or an expert has them in one.
     """
     orders: dict[str, tuple[LaidOut, Tensor | None]] = {}
-    for read in reads:
-        layer, part, source = read.layer, read.part, read.source
-        if layer.x_order is not None:
-            set_order(
-                layer.x_order, orders.setdefault(read.name, (source, order_of(source))), source
-            )
-        if read.reader is not None and (order := order_of(read.reader)) is not None:
-            part = Part(part.rows, part.columns, order)
-        for kind, tensor in read_part(source, part, layer.weight.device).items():
-            getattr(layer, kind)[read.dest : read.dest + len(tensor)] = tensor
-        advance(read.nbytes)
+
+    def place(read: LaidOutRead) -> tuple[str, str]:
+        return str(read.source.tensors["weight"].file), read.source.module
+
+    for _, of_file in groupby(sorted(reads, key=place), key=lambda read: place(read)[0]):
+        with OpenFiles() as files:
+            for read in of_file:
+                _fill(read, files, orders)
+                advance(read.nbytes)
 
 
-def set_order(held: Tensor, first: tuple[LaidOut, Tensor | None], source: LaidOut) -> None:
+def _fill(
+    read: LaidOutRead, files: OpenFiles, orders: dict[str, tuple[LaidOut, Tensor | None]]
+) -> None:
+    layer, part, source = read.layer, read.part, read.source
+    if isinstance(layer, ExpertLinear):
+        check_unordered(source, files)
+    elif layer.x_order is not None:
+        first = orders.setdefault(read.name, (source, order_of(source, files)))
+        set_order(layer.x_order, first, source, files)
+    if read.reader is not None and (order := order_of(read.reader, files)) is not None:
+        part = Part(part.rows, part.columns, order)
+    share, _ = layer.share(read.expert)
+    for kind, tensor in read_part(source, part, files, layer.weight.device).items():
+        getattr(share, kind)[read.dest : read.dest + len(tensor)] = tensor
+
+
+def check_unordered(source: LaidOut, files: OpenFiles) -> None:
+    """Refuse an expert's weight whose columns are sorted: each expert has an order of its own, and
+    x is one for all.
+
+    Raises:
+        UserError: they are.
+    """
+    if order_of(source, files) is not None:
+        info = source.tensors["order"]
+        raise UserError(
+            f"tensor {info.name} in {info.file} sorts columns of an expert by activation "
+            f"(desc_act), but the experts of a token read one x, in one order; {_USE_UNSORTED}"
+        )
+
+
+def set_order(
+    held: Tensor, first: tuple[LaidOut, Tensor | None], source: LaidOut, files: OpenFiles
+) -> None:
     """Set the order in which a layer takes the columns of its input; that of all of its parts."""
     of_first, order = first
-    own = order if of_first is source else order_of(source)
+    own = order if of_first is source else order_of(source, files)
     if (own is None) != (order is None) or not (
         own is None or order is None or torch.equal(own, order)
     ):
         one, other = (each.tensors["order"] for each in (of_first, source))
         raise UserError(
             f"tensors {one.name} and {other.name} in {other.file} sort columns in two orders, but "
-            "the weights are one matrix here; use a checkpoint with desc_act=false"
+            f"the weights are one matrix here; {_USE_UNSORTED}"
         )
     if order is not None:
         held.copy_(order)

@@ -125,7 +125,7 @@ def slots(
         # A name the spec has no module for, such as q_norm, is not needed.
         module = modules.get(target.module)
         if isinstance(module, ExpertLinear) and target.expert is None:
-            found[name] = _fused_slot(f"{target.module}.weight", module, spec, tp)
+            found[name] = _fused_slot(name, f"{target.module}.weight", module, spec, tp)
             continue
         share, is_elsewhere = target.share, False
         if isinstance(module, ExpertLinear) and target.expert not in module.numbers:
@@ -142,10 +142,16 @@ def slots(
 
 
 def stored_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Scales and zero points of stored weights, which are read as weights are."""
+    """Scales and zero points of stored weights, which are read as weights are: of each expert."""
     for name, module in model.named_modules():
-        if isinstance(getattr(module, "quant", None), StoredFormat):
-            yield from ((f"{name}.{kind}", b) for kind, b in module.named_buffers(recurse=False))
+        if not isinstance(getattr(module, "quant", None), StoredFormat):
+            continue
+        for kind, buffer in module.named_buffers(recurse=False):
+            if isinstance(module, ExpertLinear):
+                shares = zip(module.numbers, buffer.unbind(0), strict=True)
+                yield from ((f"{name}.{kind}[{number}]", share) for number, share in shares)
+            else:
+                yield f"{name}.{kind}", buffer
 
 
 class _Held(NamedTuple):
@@ -200,8 +206,16 @@ def _slot(held: _Held, target: ModulePart, tp: TensorParallelRank) -> Slot:
     return Slot(held.parameter, tuple(shape), held.dtypes, place)
 
 
-def _fused_slot(name: str, layer: ExpertLinear, spec: ModelSpec, tp: TensorParallelRank) -> Slot:
+def _fused_slot(
+    tensor: str, name: str, layer: ExpertLinear, spec: ModelSpec, tp: TensorParallelRank
+) -> Slot:
     """The slot of a tensor that holds all experts."""
+    if layer.quant is not None and not (spec.quant and spec.quant.online):
+        raise UserError(
+            f"tensor {tensor} holds the weights of all experts, as they are in 16 bits, but "
+            "config.json says that they are quantized; use a checkpoint with one tensor an expert, "
+            "or leave the experts out in quantization_config"
+        )
     if tp.world > 1 and not layer.whole:
         raise UserError(
             f"{name}: of a checkpoint with all experts in one tensor a rank reads whole experts; "

@@ -185,10 +185,13 @@ class ModelSpec:
     @property
     def expert_shape(self) -> tuple[int, int, str] | None:
         """The key of the experts' tuned tiles: the number of experts on a rank, its part of
-        their intermediate size, and the kind of weights; None for a dense model."""
+        their intermediate size, and the kind of weights; None for a dense model, and for formats
+        of which no tiles are tuned."""
         if self.moe is None:
             return None
         kind = self.quant_of(self.moe.layers.index(True), "mlp.experts.gate_up")
+        if isinstance(FORMATS.get(kind or ""), StoredFormat):
+            return None
         kinds = {None: "bfloat16", "fp8_block": "fp8 block"}
         inner = self.moe.intermediate_size // self.ranks_an_expert
         return self.local_experts, inner, kinds.get(kind, "fp8")
@@ -374,15 +377,10 @@ def check_blocks(path: Path, spec: ModelSpec, quant: QuantScheme | None) -> None
     for linear, kind in replace(spec, quant=quant).quantized_kinds if quant else ():
         form = FORMATS[kind]
         if isinstance(form, StoredFormat):
-            reason = spec.why_not_stored(linear, form)
-            layout = quant.layout_of(kind) if quant else None
-            if spec.of_experts(linear) and not (layout and layout.project == "gpt-oss"):
-                reason = (
-                    f"{linear} is {form.name!r}, but of experts only gpt-oss's MXFP4 and FP8 are "
-                    "read; --quantization makes such weights of a checkpoint in 16 bits"
-                )
-            if reason:
-                raise UserError(f"{path}: {reason}; leave it unquantized, or use another format")
+            if reason := spec.why_not_stored(linear, form):
+                of_experts = " (experts: int4, int8, MXFP4 or FP8)" * spec.of_experts(linear)
+                other = f"use another format{of_experts}"
+                raise UserError(f"{path}: {reason}; leave it unquantized, or {other}")
             continue
         size = spec.in_features(linear)
         if form.blocks and size % BLOCK:

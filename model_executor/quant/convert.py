@@ -8,7 +8,6 @@ Integers are moved as bytes: no weight becomes a float.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from ...config.errors import UserError
 from ...config.weight_format import AXES, StoredTensor
 from ...ops.linear.formats import dtype_of, field_order
-from ..checkpoint import F8_E4M3, FLOATS, TensorInfo, open_checkpoint_file
+from ..checkpoint import F8_E4M3, FLOATS, OpenFiles, TensorInfo
 from .layouts import Layout
 from .scales import positive
 
@@ -151,7 +150,7 @@ def _shape(tensor: StoredTensor, shape: tuple[int, int]) -> tuple[int, int]:
     return (sizes[1], sizes[0]) if tensor.transposed else (sizes[0], sizes[1])
 
 
-def order_of(laid: LaidOut) -> Tensor | None:
+def order_of(laid: LaidOut, files: OpenFiles) -> Tensor | None:
     """The order of columns in which those of a group lie together; None: they do.
 
     Raises:
@@ -160,8 +159,7 @@ def order_of(laid: LaidOut) -> Tensor | None:
     info = laid.tensors.get("order")
     if info is None:
         return None
-    with open_checkpoint_file(info.file) as opened:
-        groups: Tensor = opened.get_tensor(info.name)
+    groups: Tensor = files[info.file].get_tensor(info.name)
     order = groups.argsort(stable=True)
     size = laid.layout.scale.unit[1]
     expected = torch.arange(len(groups)) // size
@@ -174,34 +172,33 @@ def order_of(laid: LaidOut) -> Tensor | None:
 
 
 @torch.no_grad()
-def read_part(laid: LaidOut, part: Part, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+def read_part(
+    laid: LaidOut, part: Part, files: OpenFiles, device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
     """A part of a weight in its format: the tensors of a layer on a device, by their names there.
 
     Raises:
         UserError: a number is none that the format can have.
     """
     layout, form = laid.layout, laid.layout.form
-    order = order_of(laid)
+    order = order_of(laid, files)
     order = None if order is None else order.to(device)
     rows = slice(0, laid.shape[0]) if part.rows_order is not None else part.rows
     columns = slice(0, laid.shape[1]) if order is not None else part.columns
     shift = (form.offset - layout.offset) % 256
     pairs = order is None and pairs_are_bytes(layout, shift)
-    with ExitStack() as stack:
-        files = {info.file for info in laid.tensors.values()}
-        opened = {file: stack.enter_context(open_checkpoint_file(file)) for file in files}
-        read = {
-            kind: _read(
-                opened[info.file],
-                info,
-                layout.tensors[kind],
-                (laid.shape, rows, columns),
-                device,
-                pairs=pairs and kind == "weight",
-            )
-            for kind, info in laid.tensors.items()
-            if kind != "order"
-        }
+    read = {
+        kind: _read(
+            files[info.file],
+            info,
+            layout.tensors[kind],
+            (laid.shape, rows, columns),
+            device,
+            pairs=pairs and kind == "weight",
+        )
+        for kind, info in laid.tensors.items()
+        if kind != "order"
+    }
     weight = read["weight"] ^ 0x88 if pairs and shift else read["weight"]
     tensors = {"weight": weight if pairs else _integers(laid, weight)}
     tensors["weight_scale"] = _scales(laid, read["weight_scale"])

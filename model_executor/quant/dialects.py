@@ -83,8 +83,6 @@ def _gptq(section: HfConfig) -> Dialect:
         raise section.error("checkpoint_format", version, " or ".join(_GPTQ_VERSIONS))
     if section.flag("lm_head", False):
         raise section.error("lm_head", True, "false: lm_head stays in 16 bits")
-    if dynamic := section.values.get("dynamic"):
-        raise section.error("dynamic", dynamic, "null: one number of bits and one group size")
     bits = num_bits(section, "bits", 4, 8)
     symmetric, ordered = section.flag("sym", True), section.flag("desc_act", False)
     size = group_size(section, "group_size")
@@ -95,9 +93,19 @@ def _gptq(section: HfConfig) -> Dialect:
         version=_GPTQ_VERSIONS[version],
         ordered=ordered and size > 0,  # with one group for all columns their order is free
     )
-    skipped = matcher(section, "modules_to_not_convert")
-    dialect = of_one_kind(layout.target, skipped, layout)
+    listed, named = matcher(section, "modules_to_not_convert"), _left_by_name(section)
+    dialect = of_one_kind(layout.target, lambda name: listed(name) or named(name), layout)
     return replace(dialect, ordered=layout.order is not None)
+
+
+def _left_by_name(section: HfConfig) -> Callable[[str], bool]:
+    """The modules that GPTQModel's ``dynamic`` leaves out, by ``-:`` and an expression."""
+    rules: Any = section.values.get("dynamic") or {}
+    if not isinstance(rules, dict) or not all(rule.startswith("-:") for rule in rules):
+        expected = "rules that leave modules out (-:): one number of bits and one group size"
+        raise section.error("dynamic", rules, expected)
+    patterns = [f"re:{rule.removeprefix('-:')}" for rule in rules]
+    return matcher(HfConfig(section.path, {"dynamic": patterns}, section.prefix), "dynamic")
 
 
 def _modelopt(section: HfConfig) -> Dialect:

@@ -7,7 +7,7 @@ its own; ModelOpt also in a file beside it.  ``dialects`` reads them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ...config.errors import UserError
@@ -18,6 +18,7 @@ from .dialect import Dialect, says_quantized
 from .layouts import Layout
 from .scheme import LINEARS, MOE_LINEARS, QuantKind, QuantScheme
 
+_NAMES_SHOWN = 4
 _GATHERS = (
     "columns of weights are sorted by activation (desc_act): layers put their input in that order, "
     "one more launch each; {}"
@@ -43,8 +44,10 @@ def read_quantization(
         {n: kinds[module] for n in every if (module := f"layers.{layer}.{n}") in kinds}
         for layer in range(num_layers)
     ]
-    # The columns of down are sorted by putting the rows of gate and up into the same order.
-    gathered = tuple(n for n in every if n != "mlp.down") if dialect.ordered else ()
+    # The columns of down are sorted by putting the rows of gate and up into the same order; those
+    # of experts are not sorted.
+    alike = (n for n in every if n != "mlp.down" and not n.startswith("mlp.experts."))
+    gathered = tuple(alike) if dialect.ordered else ()
     return _scheme(dialect, layers, gathered, "mlp.down takes the order of the rows before it")
 
 
@@ -52,10 +55,12 @@ def read_captured_quantization(
     config: HfConfig,
     names: Callable[[Callable[[str], Layout | StoredFormat | None]], Iterable[tuple[str, str]]],
     num_layers: int,
+    experts: Collection[str],
 ) -> QuantScheme | None:
     """The same for a captured model; errors are those of ``read_quantization``.
 
     Args:
+        experts: the linear layers that have a weight for each expert.
         names: gives checkpoint names of modules, and the linear layer of ``ModelSpec.linears`` that
             each is a part of.  It is told which layout or format a module has, if it is one of
             ``STORED_FORMATS``.
@@ -65,7 +70,7 @@ def read_captured_quantization(
     laid = STORED_FORMATS | {layout.target: layout for layout in dialect.layouts}
     parts = [*names(lambda module: laid.get(dialect.kind_of(module) or ""))]
     kinds = _of_parts(dialect, parts)
-    gathered = tuple(kinds) if dialect.ordered else ()
+    gathered = tuple(n for n in kinds if n not in experts) if dialect.ordered else ()
     modules = ((name, dialect.kind_of(name)) for name, _ in parts)
     scheme = _scheme(dialect, [kinds] * num_layers, gathered, "of a captured model all do")
     return replace(scheme, modules=tuple((name, kind) for name, kind in modules if kind in laid))
@@ -118,13 +123,21 @@ def _of_parts(dialect: Dialect, names: Iterable[tuple[str, str]]) -> dict[str, Q
         left = [name for name, kind in of_module.items() if kind is None]
         if left:
             raise UserError(
-                f"{dialect.where}* leaves {', '.join(left)} unquantized; expected all or none of "
-                f"{', '.join(of_module)}, which are one matrix here"
+                f"{dialect.where}* leaves {_some(left)} unquantized; expected all or none of "
+                f"{_some([*of_module])}, which are one matrix here"
             )
-        each = ", ".join(f"{name} as {kind}" for name, kind in of_module.items())
+        firsts = {kind: name for name, kind in reversed(of_module.items())}
+        unlike_first = sorted(of_module.items(), key=lambda pair: firsts[pair[1]] != pair[0])
+        each = _some([f"{name} as {kind}" for name, kind in unlike_first])
         raise UserError(
             f"{dialect.where}* has {each}, which are one matrix here; expected one format for all "
             "of them: "
             "quantize the model again with equal bits and groups for them"
         )
     return {module: next(iter(of_module.values())) for module, of_module in parts.items()}
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first few of the names, and how many there are."""
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -19,13 +19,19 @@ from fusewright.serve.commands.evaluate import greedy, solved
 from tests.engine.test_parity import LogitsRecorder, prompts
 from tests.model_executor.low_bit_checkpoints import (
     BY_NAME,
+    DEEPSEEK,
     DIALECTS,
     INPUT_SCALE,
+    MIXTRAL,
+    MOES,
+    OF_EXPERTS,
+    QWEN3_MOE,
     TINY,
     Dialect,
     save,
 )
 from tests.model_executor.stored_formats import logits_of
+from tests.model_executor.tiny_models import TinyModel
 
 pytestmark = pytest.mark.usefixtures("warm")
 NUM_TOKENS = 6
@@ -66,13 +72,40 @@ def test_logits_are_those_of_the_stored_numbers(
     if (form := STORED_FORMATS[dialect.kind]).x_dtype:
         off = 2e-2  # a number half way between two integers goes either way
         with_int8_inputs(reference, INPUT_SCALE if form.static else None)
-    llm = LLM(str(tmp_path), optimization_level=0, model_impl=impl, **OPTIONS)
+    check_logits(reference, tmp_path, impl, off, monkeypatch)
+
+
+def check_logits(
+    reference: Any, folder: Path, impl: str, off: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(str(folder), optimization_level=0, model_impl=impl, **OPTIONS)
     recorder = LogitsRecorder(llm, monkeypatch)
     for prompt, output in zip(prompts(), generate(llm), strict=True):
         rows = [recorder.rows[output.request_id, len(prompt) + i] for i in range(NUM_TOKENS)]
         ids = [*prompt, *output.outputs[0].token_ids][:-1]
         expected = logits_of(reference, ids)[-NUM_TOKENS:]
         torch.testing.assert_close(torch.stack(rows), expected, atol=off, rtol=off)
+
+
+@pytest.mark.product(16)
+@pytest.mark.parametrize(
+    ("dialect", "tiny", "impl"),
+    [*product(OF_EXPERTS, MOES, IMPLS)],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_logits_are_those_of_the_experts_stored_numbers(
+    dialect: Dialect, tiny: TinyModel, impl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = save(dialect, tmp_path, tiny)
+    check_logits(reference, tmp_path, impl, 1e-4, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["AutoAWQ 32", "pack-quantized int4 g64"])
+def test_experts_of_deepseek_are_read_by_their_names(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = save(BY_NAME[name], tmp_path, DEEPSEEK)
+    check_logits(reference, tmp_path, "auto", 1e-4, monkeypatch)
 
 
 def with_int8_inputs(reference: Any, scale: float | None) -> None:
@@ -101,6 +134,28 @@ def test_compiled_models_answer_as_the_stored_numbers_do(
     check_tokens(reference, generate(llm))
 
 
+@pytest.mark.slow
+@pytest.mark.product(8)
+@pytest.mark.parametrize(
+    ("name", "tiny", "impl"),
+    [*product(("AutoAWQ 32", "GPTQ v1 int4 g128", "mixed precision"), MOES, IMPLS)],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_compiled_experts_answer_as_the_stored_numbers_do(
+    name: str, tiny: TinyModel, impl: str, tmp_path: Path
+) -> None:
+    """Experts of one format are one op with their router; of two formats they are two layers."""
+    reference = save(BY_NAME[name], tmp_path, tiny)
+    llm = LLM(str(tmp_path), optimization_level=2, model_impl=impl, **OPTIONS)
+    check_tokens(reference, generate(llm))
+    (of_experts,) = [each for each in llm.report()["passes"] if each["name"] == "fuse_moe"]
+    reasons = {miss["reason"] for miss in of_experts["missed"]}
+    two = {"the experts' layers are stored in two formats"}
+    assert (of_experts["matched"] > 0, reasons) == (
+        (False, two) if name == "mixed precision" else (True, set())
+    )
+
+
 SPREAD = ["AutoAWQ 32", "GPTQ v2 int4 g64 zero", "mixed precision", "ModelOpt NVFP4"]
 
 
@@ -110,6 +165,29 @@ SPREAD = ["AutoAWQ 32", "GPTQ v2 int4 g64 zero", "mixed precision", "ModelOpt NV
 def test_two_ranks_answer_as_the_stored_numbers_do(name: str, impl: str, tmp_path: Path) -> None:
     reference = save(BY_NAME[name], tmp_path)
     how = {"tensor_parallel_size": 2, "optimization_level": 0, "model_impl": impl}
+    with LLM(str(tmp_path), **how, **OPTIONS) as llm:
+        check_tokens(reference, generate(llm))
+
+
+OF_RANKS = [
+    ("AutoAWQ 32", QWEN3_MOE, False),
+    ("GPTQ v2 int4 g64 zero", MIXTRAL, False),
+    ("AutoAWQ 64", QWEN3_MOE, True),
+    ("pack-quantized int4 g32 zero", MIXTRAL, True),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.product(4)
+@pytest.mark.parametrize(
+    ("name", "tiny", "whole"), OF_RANKS, ids=lambda value: getattr(value, "name", value)
+)
+def test_two_ranks_answer_as_the_stored_experts_do(
+    name: str, tiny: TinyModel, whole: bool, tmp_path: Path
+) -> None:
+    """Each has a part of every expert, or some experts whole."""
+    reference = save(BY_NAME[name], tmp_path, tiny)
+    how = {"tensor_parallel_size": 2, "optimization_level": 0, "enable_expert_parallel": whole}
     with LLM(str(tmp_path), **how, **OPTIONS) as llm:
         check_tokens(reference, generate(llm))
 

@@ -4,6 +4,7 @@ and the numbers that they stand for."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,46 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from fusewright.config.weight_format import STORED_FORMATS, why_not_experts
 from tests.model_executor.tiny_models import TinyModel
 
-TINY = TinyModel("low-bit", "Llama", {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32})
+SIZES = {"hidden_size": 128, "head_dim": 32}
+TINY = TinyModel("low-bit", "Llama", {**SIZES, "intermediate_size": 256})
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+QWEN3_MOE = TinyModel("low-bit-qwen3-moe", "Qwen3Moe", {**SIZES, **EXPERTS})
+MIXTRAL = TinyModel(
+    "low-bit-mixtral",
+    "Mixtral",
+    {**SIZES, "intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2},
+)
+SHARED = TinyModel(
+    "low-bit-shared-expert",
+    "Qwen2Moe",
+    {**SIZES, **EXPERTS, "shared_expert_intermediate_size": 256, "mlp_only_layers": [1]},
+)
+"""An expert that all tokens have, and a layer without experts."""
+MOES = [QWEN3_MOE, MIXTRAL, SHARED]
+DEEPSEEK = TinyModel(
+    "low-bit-deepseek",
+    "DeepseekV3",
+    {
+        **{"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64},
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+        **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4},
+        **{"q_lora_rank": None, "kv_lora_rank": 64, "head_dim": 64},
+        **{"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64},
+    },
+)
+"""Captured: a dense layer, then one of experts with one that is shared; ``kv_a_proj_with_mqa``
+stays in 16 bits."""
+_EXPERT = re.compile(r"(.*layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)$")
+_PLACES = {
+    **dict.fromkeys(("gate_proj", "w1"), ("gate_up_proj", 0)),
+    **dict.fromkeys(("up_proj", "w3"), ("gate_up_proj", 1)),
+    **dict.fromkeys(("down_proj", "w2"), ("down_proj", 0)),
+}
+"""Where the library has each of an expert's weights: in the tensor of all experts, and from which
+of its halves on."""
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 Stored = tuple[dict[str, Tensor], Tensor]
 """(tensors by suffix, the numbers that they stand for)."""
@@ -255,19 +293,19 @@ def _w8a8(target: str, **activations: Any) -> Dialect:
 
 
 def _mixed() -> Dialect:
-    """int4 but for ``down_proj``, which is int8."""
+    """int4 but for ``down_proj``, Mixtral's ``w2``, which is int8."""
     group = {"strategy": "group", "group_size": 64}
     return Dialect(
         "mixed precision",
         "int4_g64",
         _section(
             "pack-quantized",
-            _group({"num_bits": 8, "strategy": "channel"}, targets=["re:.*down_proj$"]),
+            _group({"num_bits": 8, "strategy": "channel"}, targets=["re:.*(down_proj|w2)$"]),
             _group({"num_bits": 4, **group}),
         ),
         lambda weight, name: (
             compressed(weight, 8, 0, sym=True, packed=True)
-            if name.endswith("down_proj")
+            if name.endswith(("down_proj", "w2"))
             else compressed(weight, 4, 64, sym=True, packed=True)
         ),
     )
@@ -336,6 +374,23 @@ DIALECTS = [
     ),
 ]
 BY_NAME = {dialect.name: dialect for dialect in DIALECTS}
+OF_EXPERTS = [
+    dialect
+    for dialect in DIALECTS
+    if "act-order" not in dialect.name and not why_not_experts(STORED_FORMATS[dialect.kind])
+]
+"""Those in which experts are read."""
+
+
+def put(numbers: dict[str, Tensor], module: str, exact: Tensor) -> None:
+    """Put the numbers of a checkpoint's module where the library's model has them."""
+    if not (expert := _EXPERT.match(module)):
+        numbers[f"{module}.weight"] = exact
+        return
+    block, number, part = expert.groups()
+    of_all, half = _PLACES[part]
+    held = numbers[f"{block}.mlp.experts.{of_all}"][int(number)]
+    held[half * len(exact) :][: len(exact)] = exact
 
 
 def save(dialect: Dialect, folder: Path, tiny: TinyModel = TINY, **section: Any) -> Any:
@@ -349,11 +404,11 @@ def save(dialect: Dialect, folder: Path, tiny: TinyModel = TINY, **section: Any)
     numbers = model.state_dict()
     for name, weight in load_file(folder / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if not module.endswith("_proj"):
+        if not module.endswith(("_proj", *_PLACES)):
             tensors[name] = weight
             continue
         stored, exact = dialect.store(weight.float(), module)
-        numbers[name] = exact
+        put(numbers, module, exact)
         tensors |= {f"{module}.{suffix}": t.contiguous() for suffix, t in stored.items()}
     save_file(tensors, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())

@@ -21,6 +21,7 @@ from fusewright.ops.core.target import Target
 from fusewright.ops.linear.desc import LinearDesc
 from fusewright.ops.linear.formats import WEIGHT_FORMATS
 from fusewright.ops.linear.kernels import ADMITTED
+from tests.model_executor.low_bit_checkpoints import put
 from tests.model_executor.tiny_models import TinyModel
 
 GROUP, SMALL_GROUP = 64, 32
@@ -113,9 +114,11 @@ STORE: dict[str, Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]] = {
 }
 
 
-def save(name: str, folder: Path, *, ignore: tuple[str, ...] = ()) -> Any:
-    """Write ``TINY`` in a format; returns the transformers model of the numbers that are stored."""
-    model: Any = TINY.save(folder)
+def save(
+    name: str, folder: Path, *, ignore: tuple[str, ...] = (), tiny: TinyModel = TINY
+) -> Any:
+    """Write a model in a format; returns the transformers model of the numbers that are stored."""
+    model: Any = tiny.save(folder)
     tensors: dict[str, Tensor] = {}
     numbers = model.state_dict()
     for tensor, weight in load_file(folder / "model.safetensors").items():
@@ -123,7 +126,8 @@ def save(name: str, folder: Path, *, ignore: tuple[str, ...] = ()) -> Any:
         if not module.endswith("_proj") or any(part in module for part in ignore):
             tensors[tensor] = weight
             continue
-        stored, numbers[tensor] = STORE[name](weight.float())
+        stored, exact = STORE[name](weight.float())
+        put(numbers, module, exact)
         tensors |= {f"{module}.{suffix}": t for suffix, t in stored.items()}
     save_file(tensors, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())

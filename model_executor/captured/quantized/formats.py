@@ -124,4 +124,6 @@ def checkpoint_scheme(
             for name in sources.get(parameter, (there(parameter),)):
                 yield name.removesuffix(".weight"), linear.name
 
-    return read_captured_quantization(config, names, spec.num_layers)
+    linears = spec.captured.linears if spec.captured else ()
+    experts = {linear.name for linear in linears if linear.experts}
+    return read_captured_quantization(config, names, spec.num_layers, experts)

@@ -46,6 +46,10 @@ class _Home:
         return shifted(move._replace(parameter=f"{self.name}.weight"), -2, self.start)
 
 
+_Moved = tuple[Move, _Home]
+"""The move of a weight's numbers, and the layer that it is for."""
+
+
 @dataclass(frozen=True)
 class QuantizedMoves:
     """How a captured model of which layers are quantized is filled.
@@ -140,7 +144,14 @@ def fill_quantized(
         return
     tensors = {**dict(model.library.named_parameters()), **dict(model.library.named_buffers())}
     gathered = moves.gathered
-    of_experts = [each for each in moves.weights if each[0].source.name in gathered.experts]
+    of_experts, laid, stored = list[_Moved](), list[_Moved](), list[_Moved]()
+    for each in moves.weights:
+        if (name := each[0].source.name) in gathered.experts:
+            of_experts.append(each)
+        elif name in gathered.laid:
+            laid.append(each)
+        elif isinstance(each[1].layer.quant, StoredFormat):
+            stored.append(each)
     fill_experts(
         [(m, h.name, h.layer) for m, h in of_experts if isinstance(h.layer, ExpertLinear)],
         gathered.experts,
@@ -148,15 +159,7 @@ def fill_quantized(
         advance,
         (rank, model.facts.ranks),
     )
-    laid = [each for each in moves.weights if each[0].source.name in moves.gathered.laid]
-    fill_from_layouts(
-        [(m, h.name, h.layer) for m, h in laid], moves.gathered.laid, tensors, advance
-    )
-    stored = [
-        each
-        for each in moves.weights
-        if isinstance(each[1].layer.quant, StoredFormat) and each not in (*laid, *of_experts)
-    ]
+    fill_from_layouts([(m, h.name, h.layer) for m, h in laid], gathered.laid, tensors, advance)
     copy_moves(in_file_order(_stored(stored, moves.gathered)), tensors, advance)
     for move, home in (*laid, *stored):
         _input_scale(move, home.layer, moves.gathered)

@@ -134,6 +134,17 @@ def test_admitted_formats_go_through_the_library_too(name: str, tmp_path: Path) 
         assert captured.quant is not None and captured.quant.kind == name
 
 
+@pytest.mark.product(8)
+@pytest.mark.parametrize("tiny", [low_bit.QWEN3_MOE, low_bit.MIXTRAL], ids=lambda each: each.name)
+@pytest.mark.parametrize("dialect", low_bit.OF_EXPERTS, ids=lambda each: each.name)
+def test_experts_of_low_bits_have_the_bits_of_the_adapter(
+    dialect: low_bit.Dialect, tiny: TinyModel, tmp_path: Path
+) -> None:
+    """Integers, scales and zero points go where the library stacks and joins experts' weights."""
+    low_bit.save(dialect, tmp_path, tiny)
+    check_equal(read_spec(tmp_path), read_spec(tmp_path, "transformers"), tmp_path)
+
+
 @pytest.fixture
 def static(tmp_path: Path) -> Iterator[tuple[Path, dict[str, Tensor]]]:
     yield tmp_path, save(BY_NAME["fp8 static"], tmp_path)
