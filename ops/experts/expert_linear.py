@@ -249,7 +249,8 @@ def _fp8_cases(draw: Draw, ids: Callable[..., Tensor]) -> Iterator[Case]:
 
 def _stored_cases(draw: Draw, ids: Callable[..., Tensor], clamped: str) -> Iterator[Case]:
     """Weights in formats of few bits, of which a group may be longer than a tile is deep."""
-    for form in map(STORED_FORMATS.__getitem__, ("mxfp4", "int4_zero_g32", "int8_channel")):
+    names = ("mxfp4", "int4_zero_g32", "int4_zero_g128", "int8_channel")
+    for form in map(STORED_FORMATS.__getitem__, names):
         k = 96 if form.scale.unit[1] in (0, 32) else 3 * form.scale.unit[1]
         for tokens, activation in ((3, None), (10, clamped)):
             experts, top_k, n = 3, 2, 2 * 20

@@ -100,7 +100,7 @@ def test_logits_are_those_of_the_experts_stored_numbers(
     check_logits(reference, tmp_path, impl, 1e-4, monkeypatch)
 
 
-@pytest.mark.parametrize("name", ["AutoAWQ 32", "pack-quantized int4 g64"])
+@pytest.mark.parametrize("name", ["AutoAWQ 32", "naive-quantized int4 g64"])
 def test_experts_of_deepseek_are_read_by_their_names(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,7 +135,7 @@ def test_compiled_models_answer_as_the_stored_numbers_do(
 
 
 @pytest.mark.slow
-@pytest.mark.product(8)
+@pytest.mark.product(16)
 @pytest.mark.parametrize(
     ("name", "tiny", "impl"),
     [*product(("AutoAWQ 32", "GPTQ v1 int4 g128", "mixed precision"), MOES, IMPLS)],

@@ -14,7 +14,7 @@ from fusewright.config.device_table import DeviceTable
 from fusewright.config.expert_tables import ExpertTable, ExpertTile
 from fusewright.engine.worker.startup import read_model
 from fusewright.engine.worker.untuned_experts import say_how_to_tune, why_tune
-from fusewright.model_executor.spec import ModelSpec
+from fusewright.model_executor.spec import ModelSpec, quantize_online
 from tests.model_executor.tiny_models import BY_NAME
 
 H200 = Hardware("cuda", "NVIDIA H200", sm=90, num_sms=132, graphs="cuda")
@@ -54,6 +54,7 @@ def test_tuned_tiles_dense_models_and_a_cpu_need_no_command(folder: Path) -> Non
         with_table = replace(config, compile=replace(config.compile, tables=(table,)))
         assert bool(why_tune(spec, with_table)) is (kind == "fp8")
     assert not why_tune(replace(spec, moe=None), config)
+    assert not why_tune(quantize_online(spec, "int4_g32"), config), "none are tuned of 4 bits"
     assert not why_tune(replace(spec, expert_parallel=True), config)
     assert not why_tune(spec, replace(config, hardware=Hardware("cpu", "a CPU")))
 

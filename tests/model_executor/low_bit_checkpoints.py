@@ -37,15 +37,25 @@ DEEPSEEK = TinyModel(
     "low-bit-deepseek",
     "DeepseekV3",
     {
-        **{"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 64},
-        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
-        **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4},
-        **{"q_lora_rank": None, "kv_lora_rank": 64, "head_dim": 64},
-        **{"qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64},
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "q_lora_rank": None,
+        "kv_lora_rank": 64,
+        "head_dim": 64,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 64,
     },
 )
-"""Captured: a dense layer, then one of experts with one that is shared; ``kv_a_proj_with_mqa``
-stays in 16 bits."""
+"""Captured: a dense layer, then one of experts with one that is shared."""
 _EXPERT = re.compile(r"(.*layers\.\d+)\.\w+\.experts\.(\d+)\.(\w+)$")
 _PLACES = {
     **dict.fromkeys(("gate_proj", "w1"), ("gate_up_proj", 0)),
@@ -404,7 +414,7 @@ def save(dialect: Dialect, folder: Path, tiny: TinyModel = TINY, **section: Any)
     numbers = model.state_dict()
     for name, weight in load_file(folder / "model.safetensors").items():
         module = name.removesuffix(".weight")
-        if not module.endswith(("_proj", *_PLACES)):
+        if not module.endswith(("_proj", "_with_mqa", *_PLACES)):
             tensors[name] = weight
             continue
         stored, exact = dialect.store(weight.float(), module)

@@ -114,9 +114,7 @@ STORE: dict[str, Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]] = {
 }
 
 
-def save(
-    name: str, folder: Path, *, ignore: tuple[str, ...] = (), tiny: TinyModel = TINY
-) -> Any:
+def save(name: str, folder: Path, *, ignore: tuple[str, ...] = (), tiny: TinyModel = TINY) -> Any:
     """Write a model in a format; returns the transformers model of the numbers that are stored."""
     model: Any = tiny.save(folder)
     tensors: dict[str, Tensor] = {}

@@ -135,7 +135,7 @@ DOWN = "model.layers.1.mlp.down_proj"
         (AWQ, {"zero_point": False}, "zero_point is False; expected true"),
         (GPTQ, {"checkpoint_format": "marlin"}, "is 'marlin'; expected gptq or gptq_v2"),
         (GPTQ, {"lm_head": True}, "lm_head is True; expected false: lm_head stays in 16 bits"),
-        (GPTQ, {"dynamic": {"+:x": {}}}, "leave modules out (-:): one number of bits and one group"),
+        (GPTQ, {"dynamic": {"+:x": {}}}, "leave modules out (-:): one number of bits"),
         (PACKED, {"format": "marlin-24"}, "format is 'marlin-24'; expected one of float-quantized"),
         (
             BY_NAME["ModelOpt NVFP4"],

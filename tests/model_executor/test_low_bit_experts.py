@@ -226,7 +226,7 @@ AWQ, PACKED = "AutoAWQ 32", "pack-quantized int4 g128"
         (
             AWQ,
             _set("model.layers.0.mlp.experts.gate_up_proj", torch.zeros(4, 256, 128)),
-            "gate_up_proj holds the weights of all experts, as they are in 16 bits, but config.json",
+            "gate_up_proj holds the weights of all experts, as they are in 16 bits, but",
         ),
     ],
 )
@@ -262,7 +262,7 @@ def test_what_is_wrong_with_an_expert_is_named(
         (
             "ModelOpt NVFP4",
             {},
-            "mlp.experts.gate_up would be 'nvfp4', which kernels of experts do not read: scales are ",
+            "mlp.experts.gate_up would be 'nvfp4', which kernels of experts do not read: scales",
         ),
         (
             "int-quantized W8A8 dynamic",
@@ -322,5 +322,35 @@ def test_experts_in_a_format_from_outside_are_read(tmp_path: Path) -> None:
         spec = read_spec(tmp_path / "int8")
         check_numbers(load_model(spec, tmp_path / "int8", "cpu"), saved)
         stored_formats.save(int4, tmp_path / "int4", tiny=QWEN3_MOE)
-        with pytest.raises(UserError, match="kernels of experts do not read: zero points are packed"):
+        with pytest.raises(UserError, match="experts do not read: zero points are packed"):
             read_spec(tmp_path / "int4")
+
+
+@pytest.mark.product(2)
+@pytest.mark.parametrize("tiny", [QWEN3_MOE, MIXTRAL], ids=lambda tiny: tiny.name)
+@pytest.mark.parametrize("name", ["AutoAWQ 32", "GPTQ v2 int4 g64 zero", "mxfp4-pack-quantized"])
+def test_ranks_of_a_captured_model_hold_experts_together(
+    name: str, tiny: TinyModel, tmp_path: Path
+) -> None:
+    save(BY_NAME[name], tmp_path, tiny)
+    whole = load_model(read_spec(tmp_path, "transformers"), tmp_path, "cpu")
+    spec = read_spec(tmp_path, "transformers", ranks=2)
+    check_parallel(spec, 2)
+    spec = replace(spec, tensor_parallel_size=2)
+    ranks = [load_model(spec, tmp_path, "cpu", rank=rank) for rank in (0, 1)]
+    for part, dim, halves in (("gate_up_proj", 1, 2), ("down_proj", 2, 1)):
+        layer = f"library.model.layers.1.mlp.experts.{part}"
+        expected, *held = (
+            torch.stack([numbers_of(share) for share in model.get_submodule(layer).shares()])
+            for model in (whole, *ranks)
+        )
+        of_parts = zip(*(each.chunk(halves, 1) for each in held), strict=True)
+        joined = torch.cat([torch.cat(parts, dim) for parts in of_parts], 1)
+        assert torch.equal(joined, expected), part
+
+
+def test_groups_that_ranks_of_a_captured_model_would_cut_are_named(tmp_path: Path) -> None:
+    wide = replace(MIXTRAL, options=MIXTRAL.options | {"intermediate_size": 192})
+    save(BY_NAME["AutoAWQ 64"], tmp_path, wide)
+    with pytest.raises(UserError, match=r"down_proj would have 96 columns, of which 64 share"):
+        read_spec(tmp_path, "transformers", ranks=2)

@@ -40,10 +40,15 @@ def linears_of(model: Any) -> tuple[LinearFacts, ...]:
     routers, and experts."""
     head = model.get_output_embeddings()
     routed = set(_expert_counts(model.config))
+    beside = tuple(
+        f"{name.rpartition('.')[0]}." for name, m in model.named_modules() if is_experts(m)
+    )
     found = []
     for name, module in model.named_modules():
         if is_linear(module):
-            if module is not head and module.out_features not in routed | {1}:
+            # Beside experts: k of an attention may have as many features as there are experts.
+            routes = module.out_features in routed and name.startswith(beside or "")
+            if module is not head and module.out_features != 1 and not routes:
                 found.append(LinearFacts(name, module.out_features, module.in_features))
         elif is_experts(module):
             for kind in filter(module._parameters.__contains__, OF_EXPERTS):

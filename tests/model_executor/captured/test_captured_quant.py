@@ -145,6 +145,16 @@ def test_experts_of_low_bits_have_the_bits_of_the_adapter(
     check_equal(read_spec(tmp_path), read_spec(tmp_path, "transformers"), tmp_path)
 
 
+def test_layers_of_as_many_features_as_experts_are_no_routers(tmp_path: Path) -> None:
+    """As k and v of a model with 64 experts and two heads of 32."""
+    options = {"num_experts": 64, "moe_intermediate_size": 32}
+    tiny = TinyModel("many", "Qwen3Moe", low_bit.QWEN3_MOE.options | options)
+    low_bit.save(low_bit.BY_NAME["AutoAWQ 32"], tmp_path, tiny)
+    captured = read_spec(tmp_path, "transformers")
+    assert "model.layers.1.self_attn.k_proj" in captured.linears
+    check_equal(read_spec(tmp_path), captured, tmp_path)
+
+
 @pytest.fixture
 def static(tmp_path: Path) -> Iterator[tuple[Path, dict[str, Tensor]]]:
     yield tmp_path, save(BY_NAME["fp8 static"], tmp_path)
