@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM
+from transformers import AutoModelForCausalLM
 
 from fusewright import LLM, SamplingParams
 from fusewright.config import EngineOptions, Hardware, UserError
@@ -38,43 +39,59 @@ SHAPE: dict[str, Any] = {
     "intermediate_size": 48,
     "moe_intermediate_size": 16,
     "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "n_shared_experts": 1,
     "max_position_embeddings": 64,
-    "use_qk_norm": True,
 }
+FORMS: dict[str, dict[str, Any]] = {
+    "Glm4Moe": {"num_key_value_heads": 1, "head_dim": 16, "use_qk_norm": True},
+    "DeepseekV3": {
+        "num_key_value_heads": 2,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_group": 2,
+        "topk_group": 1,
+    },
+}
+"""Model family -> its own sizes."""
 
 
-def one_layer(seed: int) -> Any:
-    """The library's model of one layer with experts, whose norms are not all ones."""
+def small(form: str, seed: int, **sizes: Any) -> Any:
+    """The library's model of a family, with weights so wide that tokens differ."""
     torch.manual_seed(seed)
-    config = Glm4MoeConfig(**SHAPE, num_hidden_layers=1, first_k_dense_replace=0)
-    model = Glm4MoeForCausalLM(config).eval()
+    config = getattr(transformers, f"{form}Config")(**SHAPE, **FORMS[form], **sizes)
+    model = getattr(transformers, f"{form}ForCausalLM")(config).eval()
     for parameter in model.parameters():
-        if parameter.dim() == 1:
-            parameter.data += 0.2 * torch.randn_like(parameter)
-        else:
-            parameter.data *= 5
+        parameter.data *= 5 if parameter.dim() > 1 else 1
     return model
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A small GLM-4.5, and the same checkpoint with the layer that predicts further tokens."""
-    base = tmp_path_factory.mktemp("mtp") / "base"
-    torch.manual_seed(1)
-    config = Glm4MoeConfig(
-        **SHAPE, num_hidden_layers=LAYERS, first_k_dense_replace=1, num_nextn_predict_layers=1
-    )
-    model = Glm4MoeForCausalLM(config)
+def one_layer(form: str, seed: int) -> Any:
+    """One layer with experts, whose norms are not all ones."""
+    model = small(form, seed, num_hidden_layers=1, first_k_dense_replace=0)
     for parameter in model.parameters():
-        parameter.data *= 5 if parameter.dim() > 1 else 1
-    model.save_pretrained(base)
+        if parameter.dim() == 1:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    return model
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def form(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folders(form: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A small model, and the same checkpoint with the layer that predicts further tokens."""
+    base = tmp_path_factory.mktemp("mtp") / "base"
+    layers = {"num_hidden_layers": LAYERS, "first_k_dense_replace": 1}
+    small(form, 1, **layers, num_nextn_predict_layers=1).save_pretrained(base)
     prefix, layer = f"model.layers.{LAYERS}.", "model.layers.0."
-    one_layer(2).save_pretrained(own := base.with_name("own"))
+    one_layer(form, 2).save_pretrained(own := base.with_name("own"))
     tensors = load_file(own / "model.safetensors")
     extra = {
         name.replace(layer, prefix): tensor
@@ -99,12 +116,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 class Reference:
     """The layer over the library's implementation of the model, without a cache."""
 
-    def __init__(self, base: Path, whole: Path) -> None:
+    def __init__(self, form: str, base: Path, whole: Path) -> None:
         self.target = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         stored = load_file(whole / "model.safetensors")
         prefix = f"model.layers.{LAYERS}."
         self.own = {name.removeprefix(prefix): t for name, t in stored.items() if prefix in name}
-        self.model = one_layer(2)
+        self.model = one_layer(form, 2)
         for part in ("embed_tokens", "norm"):  # it joins by itself, and its norm is ours to apply
             setattr(self.model.model, part, torch.nn.Identity())
         self.head, self.embedding = stored["lm_head.weight"], stored["model.embed_tokens.weight"]
@@ -128,13 +145,13 @@ class Reference:
         return drafts
 
 
-def test_a_layer_drafts_what_its_definition_says(folders: tuple[Path, Path]) -> None:
+def test_a_layer_drafts_what_its_definition_says(form: str, folders: tuple[Path, Path]) -> None:
     base, whole = folders
     prompts = [{"prompt_token_ids": ids} for ids in ([5, 9, 7], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10])]
     kind = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True, detokenize=False)
     alone = LLM(str(base), **OPTIONS).generate(prompts, kind, use_tqdm=False)
     llm = LLM(str(base), **OPTIONS, speculative_config=MTP | {"model": str(whole)})
-    proposals, reference = Recorded(llm), Reference(base, whole)
+    proposals, reference = Recorded(llm), Reference(form, base, whole)
     assert facts(llm.generate(prompts, kind, use_tqdm=False)) == facts(alone)
     assert llm.report()["drafts"]["error"] == "" and len(proposals) > 10
     for known, drafts in proposals:
