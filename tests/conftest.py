@@ -99,6 +99,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="requests of the storm on the server; 20000 is the full size",
     )
     parser.addoption(
+        "--fw-drafts",
+        default="",
+        metavar="CONFIG",
+        help="the speculative_config of every server of tests/serve that is given none; one that "
+        "names a model is for servers of abacus",
+    )
+    parser.addoption(
         "--fw-cases",
         type=int,
         default=1,

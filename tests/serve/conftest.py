@@ -11,6 +11,10 @@ import pytest
 from .server_process import ADMIN_KEY, KEY, OTHER_KEY, ServerProcess
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    ServerProcess.drafts = config.option.fw_drafts
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[ServerProcess]:
     made = ServerProcess(

@@ -30,12 +30,21 @@ WAITED_FOR = {**LONG, "max_tokens": 160}
 
 
 class ServerProcess:
-    """A server of the bundled model that ``wait_ready`` waits for, by what it says on stderr."""
+    """A server of the bundled model that ``wait_ready`` waits for, by what it says on stderr.
+
+    Attributes:
+        drafts: ``--fw-drafts``, the ``speculative_config`` of servers whose flags have none.
+    """
+
+    drafts = ""
 
     def __init__(
         self, *flags: str, model: str = "abacus", port: str = "0", stderr: IO[Any] | None = None
     ) -> None:
         argv = ["serve", model, "--device", "cpu", "-O0", "--port", port, *flags]
+        of_this = self.drafts and (model == "abacus" or "model" not in json.loads(self.drafts))
+        if of_this and "--speculative-config" not in flags:
+            argv += ["--speculative-config", self.drafts]
         with warm_starts(nested=True):
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "fusewright.serve.cli", *argv],

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
+
+import httpx
+import pytest
 
 from .server_process import ServerProcess, wait_for
 
@@ -46,3 +50,13 @@ def test_metrics_log_and_report_count_drafts() -> None:
     assert told["accepted_length"] >= 1
     assert "drafts accepted" in told["message"]
     assert server.stop() == 0
+
+
+def test_the_shared_server_drafts_if_this_run_shall(
+    http: httpx.Client, pytestconfig: pytest.Config
+) -> None:
+    body = {"prompt": "12+12=24\n12+12=", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    assert http.post("/v1/completions", json=body).status_code == 200
+    series = r"^vllm:spec_decode_num_draft_tokens_total(?:{.*})? (\S+)$"
+    drafted = [float(each) for each in re.findall(series, http.get("/metrics").text, re.M)]
+    assert (sum(drafted) > 0) == bool(pytestconfig.option.fw_drafts), drafted
