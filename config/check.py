@@ -5,9 +5,8 @@ A start calls this before torch is imported, which takes seconds, and ``resolve`
 
 from __future__ import annotations
 
-import json
-
 from .errors import UserError
+from .json_text import read_object
 from .levels import BATCH_INVARIANT_LEVEL, LEVELS, LINEAR_FUSIONS, PASSES, Level
 from .options import EngineOptions, option_specs
 from .resolved import ModelLimits
@@ -66,15 +65,8 @@ def _check_speculative(options: EngineOptions) -> None:
 
 
 def _check_overrides(options: EngineOptions) -> None:
-    try:
-        values = json.loads(options.hf_overrides or "{}")
-    except ValueError as error:
-        raise UserError(f"hf_overrides={options.hf_overrides!r}: not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise UserError(
-            f"hf_overrides={options.hf_overrides!r}: expected an object, such as "
-            '{"max_position_embeddings": 4096}'
-        )
+    if options.hf_overrides:
+        read_object("hf_overrides", options.hf_overrides, '{"max_position_embeddings": 4096}')
 
 
 def check_limits(options: EngineOptions, limits: ModelLimits) -> None:

@@ -141,7 +141,7 @@ def parse_vllm(name: str, text: str | bytes, gpu: str, triton: str) -> ExpertTab
     kind = _kind(name, found["dtype"], found["block"])
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{name}: not JSON ({error})") from error
     version = content.pop("triton_version", triton) if isinstance(content, dict) else triton
     if version != triton:

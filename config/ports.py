@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from .errors import UserError
+from .json_text import read_text
 from .options import EngineOptions
 from .vllm import CALLS, ENGINE, SAMPLING, Argument, Port
 
@@ -140,10 +141,7 @@ def _executor(backend: Any) -> dict[str, Any]:
 def _compilation(config: Any) -> dict[str, Any]:
     """Our options for vLLM's compilation config: a level, or a dict or JSON text of its fields."""
     if isinstance(config, str):
-        try:
-            config = json.loads(config)
-        except ValueError as error:
-            raise UserError(f"compilation_config={config!r}: not JSON: {error}") from None
+        config = read_text("compilation_config", config)
     if isinstance(config, int):
         return {"optimization_level": config}
     if not isinstance(config, Mapping):
@@ -180,6 +178,8 @@ def _json_text(name: str, value: Any) -> Any:
         return json.dumps(value)
     except (TypeError, ValueError) as error:
         raise UserError(f"{name}={value!r}: not JSON: {error}") from None
+    except RecursionError:
+        raise UserError(f"{name}: nested too deeply; expected the fields of an object") from None
 
 
 _OURS: dict[str, Callable[[Any], Any]] = {

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from .errors import UserError
+from .json_text import read_object
 from .step_fields import MOST_DRAFTS
 
 _log = logging.getLogger(__name__)
@@ -101,17 +102,9 @@ def read_speculative(text: str | None) -> SpeculativeConfig | None:
         UserError: it is no object, or a field is unknown, missing, out of range, or asks for what
             is not there.
     """
-    if not text:
+    if text is None:
         return None
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise UserError(
-            f"speculative_config={text!r}: not JSON: {error}; expected an object, such as "
-            f"{_EXAMPLE}"
-        ) from None
-    if not isinstance(values, dict):
-        raise UserError(f"speculative_config={text!r}: expected an object, such as {_EXAMPLE}")
+    values = read_object("speculative_config", text, _EXAMPLE)
     values = _known({name: value for name, value in values.items() if value is not None})
     method = values["method"] = _method(values)
     if method == "suffix":
@@ -145,15 +138,7 @@ def with_fields(text: str | None, values: dict[str, Any]) -> str:
     Raises:
         UserError: it is none, or has another value of one of them.
     """
-    try:
-        config = json.loads(text or "{}")
-    except ValueError as error:
-        raise UserError(
-            f"speculative_config={text!r}: not JSON: {error}; expected an object, such as "
-            f"{_EXAMPLE}"
-        ) from None
-    if not isinstance(config, dict):
-        raise UserError(f"speculative_config={text!r}: expected an object, such as {_EXAMPLE}")
+    config = {} if text is None else read_object("speculative_config", text, _EXAMPLE)
     for name, value in values.items():
         if config.setdefault(name, value) != value:
             raise UserError(

@@ -87,7 +87,7 @@ class Server:
     def _json(self, text: bytes) -> Any:
         try:
             return json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise MachineError(f"{self.url} answers no JSON: {text[:100]!r}") from None
 
 

@@ -45,7 +45,8 @@ def with_acceptance(engine: dict[str, Any], acceptance: str | None) -> dict[str,
         raise UserError(
             f"acceptance={acceptance[:20]}…: {len(rates)} drafts; expected {MOST_DRAFTS} at most"
         )
-    text = engine.get("speculative_config") or '{"method": "ngram"}'
+    text = engine.get("speculative_config")
+    text = '{"method": "ngram"}' if text is None else text
     fields = {"num_speculative_tokens": len(rates), "acceptance": rates}
     return {**engine, "speculative_config": with_fields(text, fields)}
 

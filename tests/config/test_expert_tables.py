@@ -64,6 +64,7 @@ def test_what_is_written_is_read_again(kind: str) -> None:
         (NAME.replace("H200", "A100"), content(), "measured on NVIDIA_A100, this is NVIDIA_H200"),
         (NAME.replace(".json", ",dtype=int8_w8a16.json"), content(), "which no kernel has"),
         (NAME, "{", "not JSON"),
+        (NAME, "[" * 9999, "not JSON"),
         (NAME, "[]", "holds no object of tiles"),
         (NAME, "{}", "holds no tile"),
         (NAME, json.dumps({"few": TILE}), "key 'few', expected a number of tokens"),

@@ -36,6 +36,7 @@ def test_options_that_mean_nothing_here_are_accepted() -> None:
         ("distributed_executor_backend", "external_launcher", "=.*: expected mp, uni or ray"),
         ("compilation_config", {"pass_config": {}}, ": pass_config={} has no counterpart"),
         ("compilation_config", "{", "='{': not JSON"),
+        ("compilation_config", "[" * 9999 + "]" * 9999, "=.*: nested too deeply"),
         ("enable_lora", True, "=True: LoRA adapters are not served"),
         ("revision", "main", "='main': expected a .* of a model on the Hub, and model='abacus'"),
     ],

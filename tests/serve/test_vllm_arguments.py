@@ -190,6 +190,9 @@ def test_a_file_has_flags_as_keys_and_the_command_line_wins(tmp_path: Path) -> N
     [
         ("serve --enable-lora", "enable_lora=True: LoRA adapters are not served; merge"),
         ('serve --hf-overrides {"a":1', "hf_overrides='{\"a\":1': not JSON: Expecting"),
+        (f"serve --hf-overrides {'[' * 9999}", "nested too deeply; expected an object, such as"),
+        ('serve --hf-overrides {"a":1,"a":2}', "hf_overrides: has 'a' twice; leave one of"),
+        ("serve --spec-k 2 --speculative-config=", "speculative_config='': not JSON"),
         ("serve --hf-overrides [1]", "hf_overrides='[1]': expected an object, such as"),
         ('run -p 1 --hf-overrides {"vocab_size":-1}', "vocab_size"),
         ("serve --chat-template no.jinja", "chat_template='no.jinja': no such file"),
