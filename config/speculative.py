@@ -209,6 +209,8 @@ def _read_lookup(values: dict[str, Any]) -> None:
 
 def _read_model(values: dict[str, Any]) -> None:
     """Check the draft model's fields, and make the revision a part of its name."""
+    from .ports import at_revision
+
     for name in ("model", "quantization", "revision"):
         value = values.get(name, "text")
         if not isinstance(value, str) or not value:
@@ -217,7 +219,15 @@ def _read_model(values: dict[str, Any]) -> None:
         drafter = DRAFTERS[values["method"]]
         raise _wrong("model", None, f"the folder or ORG/NAME of {drafter}")
     if (revision := values.pop("revision", None)) is not None:
-        values["model"] = f"{values['model']}@{revision}"
+        if "model" not in values:
+            raise UserError(
+                f"speculative_config: revision={revision!r} is of the field model, which is not "
+                "there: the drafter is a part of the model's own checkpoint; leave it out"
+            )
+        try:
+            values["model"] = at_revision(values["model"], revision)
+        except UserError as error:
+            raise UserError(f"speculative_config: {error}") from None
 
 
 def _read_acceptance(values: dict[str, Any]) -> None:

@@ -272,6 +272,14 @@ def test_no_drafts_are_reported_without_a_drafter() -> None:
         (NGRAM | {"suffix_cached_tokens": 4}, "suffix_cached_tokens=4 is of method suffix"),
         ({"method": "suffix", "suffix_cached_tokens": -1}, r"=-1: expected an integer in \[0, "),
         ({"method": "suffix", "prompt_lookup_max": 4}, "prompt_lookup_max=4 is of method ngram"),
+        (
+            {"method": "mtp", "num_speculative_tokens": 1, "revision": "main"},
+            "revision='main' is of the field model, which is not there",
+        ),
+        (
+            {"model": "abacus-draft", "num_speculative_tokens": 1, "revision": "main"},
+            "revision='main': expected a .* of a model on the Hub, and model='abacus-draft'",
+        ),
     ],
 )
 def test_a_bad_config_is_named_before_anything_is_loaded(config: Any, said: str) -> None:
