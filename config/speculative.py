@@ -255,12 +255,16 @@ def _read_acceptance(values: dict[str, Any]) -> None:
     )
 
 
+def _is_share(rate: Any) -> bool:
+    return isinstance(rate, int | float) and not isinstance(rate, bool) and 0 <= rate <= 1
+
+
 def _rates(name: str, rates: Any, values: dict[str, Any]) -> tuple[float, ...]:
     most = values["num_speculative_tokens"]
     if (
         not isinstance(rates, list)
         or len(rates) != most
-        or not all(isinstance(rate, int | float) and 0 <= rate <= 1 for rate in rates)
+        or not all(_is_share(rate) for rate in rates)
     ):
         raise _wrong(name, rates, f"{most} numbers in [0, 1], one for each draft")
     return tuple(float(rate) for rate in rates)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from ...config import UserError
@@ -15,6 +16,8 @@ from .drafting.step_costs import StepCosts, knee
 from .drafts import Drafts
 from .kv_blocks import BlockPool
 from .ngram import NgramDrafter
+
+_log = logging.getLogger(__name__)
 
 
 def _ngram(config: SpeculativeConfig, model: DraftRun | None) -> Drafter:
@@ -72,6 +75,12 @@ def make_drafts(
     if config.adaptive:
         costs = StepCosts(knee(_FLAT_ROWS), model.share if model is not None else 0.0)
         policy = DraftPolicy(most, costs)
+    if config.acceptance:
+        _log.warning(
+            "speculative_config: acceptance=%s judges drafts by chance, to measure their speed: "
+            "outputs are not those of the model; leave it out to get those",
+            [round(rate, 3) for rate in config.acceptance],
+        )
     is_real = on_device and not config.acceptance
     remembers = is_real and config.method == "suffix" and config.suffix_cached_tokens > 0
     return Drafts(

@@ -4,6 +4,7 @@ read by vLLM's names."""
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from fusewright.config.speculative import read_speculative
 from .test_speculative import OPTIONS, params
 
 
-def test_an_acceptance_is_replayed_by_position() -> None:
+def test_an_acceptance_is_replayed_by_position(said: list[logging.LogRecord]) -> None:
     asked = [0.8, 0.6, 0.5]
     config = {"method": "ngram", "acceptance": asked, "adaptive": False}
     outputs, reports = [], []
@@ -26,6 +27,10 @@ def test_an_acceptance_is_replayed_by_position() -> None:
         reports.append(llm.report()["drafts"])
     assert all(len(each.outputs[0].token_ids) == 100 for each in outputs[0])
     assert reports[0] == reports[1]
+    warnings = [each.getMessage() for each in said if each.levelname == "WARNING"]
+    assert len(warnings) == 2, "each start says that its outputs are not the model's"
+    assert "acceptance=[0.8, 0.6, 0.5]" in warnings[0]
+    assert "outputs are not those of the model" in warnings[0]
     report = reports[0]
     assert report["replayed"] and report["error"] == ""
     reached = [report["drafted_by_position"][0], *report["accepted_by_position"][:-1]]
@@ -85,6 +90,7 @@ def test_fields_have_the_names_of_vllm(config: dict[str, Any], read: dict[str, A
         ({"parallel_drafting": True}, "parallel_drafting=True: drafts are made one behind"),
         ({"use_heterogeneous_vocab": True}, "give one of the same vocabulary"),
         ({"acceptance": [0.5, 2]}, "expected 2 numbers in"),
+        ({"acceptance": [True]}, r"acceptance=\[True\]: expected 1 numbers"),
         ({"acceptance": 0.5, "num_speculative_tokens": 1}, "acceptance=0.5: expected 1 numbers"),
         ({"synthetic_acceptance_rates": [0.5]}, "give 'synthetic' and the rates"),
         (
