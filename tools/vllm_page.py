@@ -75,10 +75,10 @@ Flags may have underscores, `-tp`, `-pp`, `-dp`, `-ep` and `-q` are understood, 
 | vLLM has | here | instead |
 |---|---|---|
 | LoRA adapters | no | merge the adapter into the weights |
-| EAGLE 1 and 2, Medusa, MTP of Qwen3.5 | no | `speculative_config={"method": "eagle3", …}`, `"mtp"`, `"draft_model"` or `"ngram"`: [drafts](scheduling.md#drafts) |
+| EAGLE 1 and 2, Medusa, MTP of Qwen3.5 | no | `speculative_config={"method": "eagle3", …}`, `"mtp"`, `"draft_model"`, `"suffix"` or `"ngram"`: [drafts](scheduling.md#drafts) |
 | images, audio, video | no; a multimodal model is served as its text decoder | |
 | embeddings, scores, rewards, classification | no | another server |
-| GPTQ, AWQ, bitsandbytes, MXFP4, NVFP4, int8 | no | `--quantization fp8` of the 16-bit checkpoint, or a checkpoint in FP8; a script can [admit a format](quantization.md#a-format-of-your-own) |
+| bitsandbytes, Quark, HQQ, AQLM, weights of 2, 3 or 6 bits | no | `--quantization` of the 16-bit checkpoint: `fp8`, `int8`, `int4` and [others](quantization.md), or a [checkpoint that loads](quantization.md#checkpoints) (GPTQ, AWQ, compressed-tensors, ModelOpt, MXFP4, GGUF); a script can [admit a format](quantization.md#a-format-of-your-own) |
 | recurrent and hybrid models (Mamba, Qwen3-Next, …) | no | [models](models.md) says which types run |
 | logits processors in Python | no | `logit_bias`, `bad_words`, `allowed_token_ids`, `structured_outputs` |
 | offloading of weights and KV cache to the CPU | no | FP8 weights and KV cache, or more GPUs |

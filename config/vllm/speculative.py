@@ -63,7 +63,7 @@ _INSTEAD = "; use eagle3, a draft_model, or ngram"
 NO_METHODS = {
     **dict.fromkeys(("eagle", "medusa", "mlp_speculator"), _HEADS + _INSTEAD),
     **dict.fromkeys(("dflash", "dspark", "extract_hidden_states"), _HEADS + _INSTEAD),
-    "ngram_gpu": "n-grams are looked up on the host, beside the step; use ngram",
+    "ngram_gpu": "ngram looks them up on the GPU itself; use ngram",
     "custom_class": "a drafter is a class with the methods of Drafter (docs/scheduling.md#drafts)"
     + _INSTEAD,
 }

@@ -81,6 +81,7 @@ def test_fields_have_the_names_of_vllm(config: dict[str, Any], read: dict[str, A
     ("config", "said"),
     [
         ({"method": "eagle3", "num_speculative_tokens": 3}, "model=None: .* of an EAGLE-3 head"),
+        ({"method": "ngram_gpu"}, "method='ngram_gpu': ngram looks them up on the GPU itself"),
         ({"method": "qwen3_next_mtp"}, "num_speculative_tokens=None: expected how many"),
         ({"method": "draft_model", "num_speculative_tokens": 3}, "model=None: expected the folder"),
         (

@@ -4,6 +4,7 @@ command line are understood, and the page is rendered from the tables."""
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -24,6 +25,7 @@ from fusewright.config.vllm import (
     Port,
 )
 from fusewright.config.vllm.bench import BENCH
+from fusewright.config.weight_format import STORED_FORMATS
 from fusewright.serve.cli import main
 from fusewright.serve.console.ports import rewritten
 
@@ -211,3 +213,13 @@ def test_what_is_not_there_is_one_line(
 ) -> None:
     assert main(line.split()) == 2
     assert told in capsys.readouterr().err
+
+
+def test_no_quantization_is_called_missing_that_loads() -> None:
+    """As the page did of GPTQ, AWQ, MXFP4 and NVFP4, long after checkpoints of them were read."""
+    section = page().split("## What is missing")[1].split("## ")[0]
+    missing = " ".join(row.split("|")[1].lower() for row in section.splitlines() if "|" in row)
+    words = set(re.findall(r"[\w-]+", missing))
+    assert "bitsandbytes" in words
+    loads = {"gptq", "awq", "autoawq", "compressed-tensors", "modelopt", *STORED_FORMATS}
+    assert not words & {*loads, "int4", "int8", "gguf"}
