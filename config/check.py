@@ -5,6 +5,8 @@ A start calls this before torch is imported, which takes seconds, and ``resolve`
 
 from __future__ import annotations
 
+from typing import Any
+
 from .errors import UserError
 from .json_text import read_object
 from .levels import BATCH_INVARIANT_LEVEL, LEVELS, LINEAR_FUSIONS, PASSES, Level
@@ -56,12 +58,17 @@ def _check_speculative(options: EngineOptions) -> None:
     if asked is None:
         return
     check_rows(asked, options.max_num_batched_tokens, options.cudagraph_capture_sizes or ())
-    quantization = asked.quantization
-    known = ("fp8", "fp8_block", "fp8_static", *STORED_FORMATS)
-    if quantization is not None and quantization not in known:
-        raise UserError(
-            f"speculative_config: quantization={quantization!r}: expected {' or '.join(known)}"
-        )
+    (spec,) = (spec for spec in option_specs() if spec.name == "quantization")
+    _check_quantization("speculative_config: quantization", asked.quantization, spec.choices)
+
+
+def _check_quantization(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Refuse what is neither one of ``choices`` nor a format that a script has admitted."""
+    known = (*dict.fromkeys((*choices, *STORED_FORMATS)),)
+    if value is None or value in known:
+        return
+    why = why_no_choice(str(value)) or f"expected {' or '.join(known)}"
+    raise UserError(f"{name}={value!r}: {why}")
 
 
 def _check_overrides(options: EngineOptions) -> None:
@@ -154,13 +161,10 @@ def _check_ranges(options: EngineOptions) -> None:
         largest = _LARGEST.get(spec.name, _MAX_INT)
         if isinstance(value, int | float) and not abs(value) <= largest:  # NaN is not either
             raise UserError(f"{spec.name}={value}: expected a number up to {largest}")
-        choices = spec.choices
         if spec.name == "quantization":
-            choices = (*dict.fromkeys((*choices, *STORED_FORMATS)),)
-        if choices and value not in (spec.default, *choices):
-            if spec.name == "quantization" and (why := why_no_choice(str(value))):
-                raise UserError(f"quantization={value!r}: {why}")
-            raise UserError(f"{spec.name}={value!r}: expected {' or '.join(choices)}")
+            _check_quantization("quantization", value, spec.choices)
+        elif spec.choices and value not in (spec.default, *spec.choices):
+            raise UserError(f"{spec.name}={value!r}: expected {' or '.join(spec.choices)}")
     if o.num_gpu_blocks_override is not None and o.kv_cache_memory_bytes is not None:
         raise UserError(
             "num_gpu_blocks_override and kv_cache_memory_bytes both size the KV cache: give one"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -92,3 +93,6 @@ def test_formats_of_weights_alone_have_short_names() -> None:
     assert resolved(quantization="int8", hardware=A100) == ("int8_channel", "bfloat16")
     assert resolved("int4_g128", quantization="int4")[0] == "int4_g128"
     assert refusal("int4_g32", quantization="int4").startswith("quantization=int4_g128: the check")
+    for name in ("int4", "int8", "int4_g32"):
+        draft = {"model": "abacus-draft", "num_speculative_tokens": 2, "quantization": name}
+        assert resolved(speculative_config=json.dumps(draft)), "a draft model's are the engine's"

@@ -273,6 +273,14 @@ def test_no_drafts_are_reported_without_a_drafter() -> None:
         ({"method": "suffix", "suffix_cached_tokens": -1}, r"=-1: expected an integer in \[0, "),
         ({"method": "suffix", "prompt_lookup_max": 4}, "prompt_lookup_max=4 is of method ngram"),
         (
+            {"model": "abacus-draft", "num_speculative_tokens": 1, "quantization": "awq"},
+            "quantization='awq': a checkpoint says itself that it is quantized so",
+        ),
+        (
+            {"model": "abacus-draft", "num_speculative_tokens": 1, "quantization": "int3"},
+            "quantization='int3': expected fp8 or fp8_block or fp8_static or int4 or int8 or",
+        ),
+        (
             {"method": "mtp", "num_speculative_tokens": 1, "revision": "main"},
             "revision='main' is of the field model, which is not there",
         ),
