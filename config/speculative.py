@@ -52,7 +52,8 @@ class SpeculativeConfig:
             so many last tokens that the sequence has had before.
         suffix_cached_tokens: tokens of earlier outputs, the newest, in which ``suffix`` looks too.
         model: folder or name of the draft model or head.
-        max_model_len: longest sequence that is drafted for; None: the model's.
+        max_model_len: longest sequence that is drafted for; None: the model's, or what the draft
+            model was made for if that is less.
         quantization: of the draft model's weights, as of ``EngineOptions``.
         adaptive: the number of drafts is chosen each step; else it is always the most.
         acceptance: [num_speculative_tokens] probability of each position that its draft counts as

@@ -20,7 +20,7 @@ SPECULATIVE = table(
         "0 looks in the sequence alone; how much is kept says suffix_cached_tokens",
     ),
     ignored(_SUFFIX, "suffix_decoding_max_spec_factor suffix_decoding_min_token_prob"),
-    same("max_model_len", "longer sequences go on without drafts"),
+    same("max_model_len", "longer sequences go on without drafts; unset: a draft model's own"),
     same("quantization", "of the draft model, as the engine's"),
     same("revision", "of a draft model or a head on the Hub"),
     same("rejection_sample_method", "standard, synthetic"),

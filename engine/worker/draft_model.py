@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,7 @@ from msgspec import structs
 from torch import Tensor, UntypedStorage
 
 from ...compiler.run.program import Program
-from ...config import EngineOptions, Hardware, ResolvedConfig
-from ...config.speculative import LOOKUP_METHODS, SpeculativeConfig
 from ...graph_capture import IN_TURN, Dispatcher, Graphs
-from ...model_executor.draft_checks import check_drafter, drafter_reader
 from ...model_executor.kv_cache import kv_cache_bytes_per_block
 from ...model_executor.loader import Model, load_model
 from ...model_executor.spec import ModelSpec
@@ -40,6 +37,7 @@ from .graph_mode import graph_mode
 from .memory import bind_kv_caches
 from .model_runner import BlockTables, LaunchedStep, ModelRunner
 from .progress import Progress
+from .read_draft import DraftParts
 from .sampler import Sampler
 from .sampling.op_table import OpTable
 from .sleep import drop_weights, read_weights, restore_weights
@@ -51,7 +49,6 @@ from .startup import (
     decode_buffers,
     load_beside,
     make_graphs,
-    read_model,
     step_buffers,
     warm_up,
 )
@@ -61,17 +58,6 @@ from .weight_bytes import weight_bytes
 
 _BATCHES = 2
 """Batches of a step that the host writes to the same inputs: ``reading`` and ``fresh``."""
-
-
-@dataclass(frozen=True)
-class DraftParts:
-    """A draft model as ``read_model`` returns it, and the number of tokens that it drafts."""
-
-    folder: Path
-    spec: ModelSpec
-    config: ResolvedConfig
-    most: int
-    """Drafts of a sequence in a step."""
 
 
 @dataclass(frozen=True)
@@ -86,69 +72,6 @@ class Target:
     def kept(self) -> list[Tensor]:
         """The caches of its hidden states."""
         return [self.program.bound(name) for name in hidden_cache_names(self.spec)]
-
-
-def draft_options(
-    options: EngineOptions, asked: SpeculativeConfig, config: ResolvedConfig
-) -> EngineOptions:
-    """The options of the draft model of a target with ``options``, resolved as ``config``."""
-    longest = asked.max_model_len or config.model.max_model_len
-    return replace(
-        options,
-        model=asked.model or options.model,
-        tokenizer=None,
-        chat_template=None,
-        hf_overrides="",
-        quantization=asked.quantization,
-        max_model_len=min(longest, config.model.max_model_len),
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-        tensor_parallel_size=1,
-        pipeline_parallel_size=1,
-        enable_expert_parallel=False,
-        distributed_executor="mp",
-        require_fusion=(),
-        record_expert_load=False,
-        speculative_config=None,
-    )
-
-
-def read_draft_model(
-    options: EngineOptions,
-    config: ResolvedConfig,
-    spec: ModelSpec,
-    hardware: Hardware,
-    *,
-    weights: bool = True,
-) -> DraftParts | None:
-    """Read the folder of the draft model that ``options`` name; None if they name none.
-
-    Args:
-        weights: they will be loaded.
-
-    Raises:
-        UserError: the folder is bad, or the model cannot draft for one of ``spec``.
-    """
-    asked = config.scheduler.speculative
-    if asked is None or asked.method in LOOKUP_METHODS:
-        return None
-    own, read = draft_options(options, asked, config), drafter_reader(asked.method, spec)
-    if asked.method != "draft_model":  # it reads and makes hidden states of the target's dtype
-        own = replace(own, dtype=config.precision.dtype)
-    folder, drafter, resolved = read_model(own, hardware, weights=weights, read=read)
-    parts = DraftParts(folder, drafter, _with_rows(resolved, config), asked.num_speculative_tokens)
-    check_drafter(asked.method, parts.folder, parts.spec, spec)
-    return parts
-
-
-def _with_rows(own: ResolvedConfig, target: ResolvedConfig) -> ResolvedConfig:
-    """The config of a draft model that reads all rows of a step of the target."""
-    num_rows = target.scheduler.max_num_rows
-    scheduler = replace(own.scheduler, max_num_rows=num_rows, is_drafter=True)
-    sizes = target.capture.sizes if own.capture.sizes else ()
-    calls = replace(own.compile, named_kernels=())  # it need not call all ops that are named
-    capture = replace(own.capture, sizes=sizes)
-    return replace(own, scheduler=scheduler, capture=capture, compile=calls)
 
 
 class SharedTables(BlockTables):

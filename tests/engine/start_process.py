@@ -23,7 +23,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_UNUSED = ("core.drafters", "core.drafting.policy", "core.ngram", "worker.draft_model")
+_UNUSED = (
+    *("core.drafters", "core.drafting.policy", "core.ngram"),
+    *("worker.draft_model", "worker.read_draft"),
+)
 FORBIDDEN = (
     *("torch._dynamo", "torch._inductor", "triton", "transformers", "jinja2"),
     *(f"fusewright.engine.{name}" for name in _UNUSED),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ from fusewright.engine import aot_compile as aot
 from fusewright.engine.frontend.outputs import RequestOutput
 from fusewright.engine.messages.step import DraftPasses
 from fusewright.engine.worker import source, startup
-from fusewright.engine.worker.draft_model import read_draft_model
 from fusewright.engine.worker.drafts.state import draft_calls
 from fusewright.engine.worker.progress import Progress
+from fusewright.engine.worker.read_draft import read_draft_model
 from fusewright.model_executor.hf_config import model_folder
 from tests.model_executor.tiny_models import TINY_MODELS, TinyModel
 
@@ -230,6 +231,31 @@ def test_no_drafts_take_blocks_beyond_max_model_len(words: list[str] | None) -> 
     pool.extend = extended
     assert facts(llm.generate(prompts, kind, use_tqdm=False)) == right
     assert llm.report()["drafts"]["error"] == "" and max(lengths) == 8, lengths
+
+
+def test_a_draft_model_made_for_fewer_positions_drafts_as_far_as_it_goes(
+    tmp_path: Path, said: list[logging.LogRecord]
+) -> None:
+    """Without ``max_model_len``; the start was refused, with the remedy to cut the model's own."""
+    for file in model_folder("abacus").glob("*.*"):
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 32}))
+    kind = params(ignore_eos=True, max_tokens=60)
+    alone = LLM("abacus", **OPTIONS).generate(PROMPTS, kind, use_tqdm=False)
+    drafter = ITSELF | {"model": str(tmp_path)}
+    llm = LLM("abacus", **OPTIONS, speculative_config=drafter)
+    assert facts(llm.generate(PROMPTS, kind, use_tqdm=False)) == facts(alone)
+    assert 0 < llm.report()["drafts"]["drafted"] < 5 * 32
+    lines = [record.getMessage() for record in said]
+    assert any("made for 32 positions; longer sequences go on without" in line for line in lines)
+    asked = drafter | {"max_model_len": 64}
+    with pytest.raises(UserError, match=r"speculative_config: max_model_len=64: .* 32 positions"):
+        LLM("abacus", **OPTIONS, speculative_config=asked)
+    asked = drafter | {"quantization": "fp8_static"}
+    with pytest.raises(UserError, match="speculative_config: quantization=fp8_static: the scales"):
+        LLM("abacus", **OPTIONS, speculative_config=asked)
 
 
 # Kernels

@@ -172,7 +172,7 @@ def test_what_is_traced_of_a_layer_is_of_the_targets_dtype(
     assert parts is not None
     with FakeTensorMode(allow_non_fake_inputs=True):
         model: Any = fake_model(parts.spec, torch.device("cpu"))
-    found = {name: param.dtype for name, param in model.join.named_parameters()}
+    found = {name: param.dtype for name, param in model.library.join.named_parameters()}
     assert len(found) == 3 and {*found.values()} == {getattr(torch, dtype)}, found
 
 
