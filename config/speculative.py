@@ -204,7 +204,9 @@ def _read_lookup(values: dict[str, Any]) -> None:
     longest = values.get("prompt_lookup_max", values.get("prompt_lookup_min", _LOOKUP))
     shortest = values.get("prompt_lookup_min", longest)
     if shortest > longest:
-        raise _wrong("prompt_lookup_min", shortest, f"prompt_lookup_max={longest} or less")
+        is_suffix = values["method"] == "suffix"
+        bound = "suffix_decoding_max_tree_depth" if is_suffix else "prompt_lookup_max"
+        raise _wrong("prompt_lookup_min", shortest, f"{bound}={longest} or less")
     values |= {"prompt_lookup_max": longest, "prompt_lookup_min": shortest}
 
 

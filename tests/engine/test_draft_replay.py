@@ -91,6 +91,10 @@ def test_fields_have_the_names_of_vllm(config: dict[str, Any], read: dict[str, A
         ({"parallel_drafting": True}, "parallel_drafting=True: drafts are made one behind"),
         ({"use_heterogeneous_vocab": True}, "give one of the same vocabulary"),
         ({"acceptance": [0.5, 2]}, "expected 2 numbers in"),
+        (
+            {"method": "suffix", "prompt_lookup_min": 30},
+            "prompt_lookup_min=30: expected suffix_decoding_max_tree_depth=24 or less",
+        ),
         ({"acceptance": [True]}, r"acceptance=\[True\]: expected 1 numbers"),
         ({"acceptance": 0.5, "num_speculative_tokens": 1}, "acceptance=0.5: expected 1 numbers"),
         ({"synthetic_acceptance_rates": [0.5]}, "give 'synthetic' and the rates"),
