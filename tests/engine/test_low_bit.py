@@ -19,17 +19,14 @@ from fusewright.serve.commands.evaluate import greedy, solved
 from tests.engine.test_parity import LogitsRecorder, prompts
 from tests.model_executor.low_bit_checkpoints import (
     BY_NAME,
-    DEEPSEEK,
     DIALECTS,
     INPUT_SCALE,
-    MIXTRAL,
-    MOES,
     OF_EXPERTS,
-    QWEN3_MOE,
     TINY,
     Dialect,
     save,
 )
+from tests.model_executor.low_bit_models import DEEPSEEK, MIXTRAL, MOES, QWEN3_MOE
 from tests.model_executor.stored_formats import logits_of
 from tests.model_executor.tiny_models import TinyModel
 

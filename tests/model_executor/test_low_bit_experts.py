@@ -23,15 +23,12 @@ from fusewright.ops.linear.formats import dequantize
 from tests.model_executor import stored_formats
 from tests.model_executor.low_bit_checkpoints import (
     BY_NAME,
-    MIXTRAL,
-    MOES,
     OF_EXPERTS,
-    QWEN3_MOE,
-    SHARED,
     Dialect,
     gptq,
     save,
 )
+from tests.model_executor.low_bit_models import MIXTRAL, MOES, QWEN3_MOE, SHARED
 from tests.model_executor.test_experts import edit
 from tests.model_executor.test_parallel import check_together, ranks_of
 from tests.model_executor.tiny_models import TinyModel

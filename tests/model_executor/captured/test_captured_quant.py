@@ -20,6 +20,7 @@ from fusewright.model_executor.hf_config import read_spec
 from fusewright.model_executor.loader import load_model
 from fusewright.model_executor.spec import ModelSpec, quantize_online
 from tests.model_executor import low_bit_checkpoints as low_bit, stored_formats
+from tests.model_executor.low_bit_models import MIXTRAL, QWEN3_MOE
 from tests.model_executor.quant_checkpoints import (
     BY_NAME,
     DIALECTS,
@@ -135,7 +136,7 @@ def test_admitted_formats_go_through_the_library_too(name: str, tmp_path: Path) 
 
 
 @pytest.mark.product(8)
-@pytest.mark.parametrize("tiny", [low_bit.QWEN3_MOE, low_bit.MIXTRAL], ids=lambda each: each.name)
+@pytest.mark.parametrize("tiny", [QWEN3_MOE, MIXTRAL], ids=lambda each: each.name)
 @pytest.mark.parametrize("dialect", low_bit.OF_EXPERTS, ids=lambda each: each.name)
 def test_experts_of_low_bits_have_the_bits_of_the_adapter(
     dialect: low_bit.Dialect, tiny: TinyModel, tmp_path: Path
@@ -148,7 +149,7 @@ def test_experts_of_low_bits_have_the_bits_of_the_adapter(
 def test_layers_of_as_many_features_as_experts_are_no_routers(tmp_path: Path) -> None:
     """As k and v of a model with 64 experts and two heads of 32."""
     options = {"num_experts": 64, "moe_intermediate_size": 32}
-    tiny = TinyModel("many", "Qwen3Moe", low_bit.QWEN3_MOE.options | options)
+    tiny = TinyModel("many", "Qwen3Moe", QWEN3_MOE.options | options)
     low_bit.save(low_bit.BY_NAME["AutoAWQ 32"], tmp_path, tiny)
     captured = read_spec(tmp_path, "transformers")
     assert "model.layers.1.self_attn.k_proj" in captured.linears
