@@ -91,8 +91,7 @@ def laid_out_reads(
         layout = layout_of(model.spec, module)
         if layout is None or not isinstance(module, Linear | ExpertLinear):
             continue
-        of_experts = isinstance(module, ExpertLinear)
-        if of_experts and target.expert is None:
+        if isinstance(module, ExpertLinear) and target.expert is None:
             continue  # refused with the tensor's name where its slot is made
         rule = module.weight_rule
         sizes = [*module.shape[-2:]]
@@ -100,7 +99,7 @@ def laid_out_reads(
         source = laid_out(name, layout, found, (sizes[0], sizes[1]))
         used |= {info.name for info in source.tensors.values()}
         used |= {beside for beside in names_beside(name, layout) if beside in found}
-        if of_experts and target.expert not in module.numbers:
+        if isinstance(module, ExpertLinear) and target.expert not in module.numbers:
             continue
         place = rule.place(target.part, tp.rank, tp.world)
         ranges = [slice(0, sizes[0]), slice(0, sizes[1])]
