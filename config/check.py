@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from .errors import UserError
-from .json_text import read_object
 from .levels import BATCH_INVARIANT_LEVEL, LEVELS, LINEAR_FUSIONS, PASSES, Level
+from .option_types import read_object
 from .options import EngineOptions, option_specs
 from .resolved import ModelLimits
 from .speculative import check_rows, read_speculative

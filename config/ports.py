@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from .errors import UserError
-from .json_text import read_text
+from .option_types import read_text
 from .options import EngineOptions
 from .vllm import CALLS, ENGINE, SAMPLING, Argument, Port
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from .errors import UserError
-from .json_text import read_object
+from .option_types import read_object
 from .step_fields import MOST_DRAFTS
 
 _log = logging.getLogger(__name__)

@@ -154,7 +154,7 @@ def _drafter(
     options: EngineOptions, config: ResolvedConfig, whole: ModelSpec, hardware: Hardware
 ) -> dict[str, tuple[Path, ModelSpec, ResolvedConfig]]:
     """The program of the model or head that drafts, by its name, if the options ask for one."""
-    from .worker.read_draft import read_draft_model
+    from .read_draft import read_draft_model
 
     parts = read_draft_model(options, config, whole, hardware, weights=False)
     return {"draft": (parts.folder, parts.spec, parts.config)} if parts else {}

@@ -80,7 +80,7 @@ class Engine(EngineLoop):
             folder, spec, config = read_model(options, hardware, weights=True)
             draft = None
             if config.scheduler.speculative is not None:
-                from .worker.read_draft import read_draft_model
+                from .read_draft import read_draft_model
 
                 draft = read_draft_model(options, config, spec, hardware)
             sizes = (spec.vocab_size, config.model.max_model_len)

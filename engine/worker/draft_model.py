@@ -24,6 +24,7 @@ from msgspec import structs
 from torch import Tensor, UntypedStorage
 
 from ...compiler.run.program import Program
+from ...config import ResolvedConfig
 from ...graph_capture import IN_TURN, Dispatcher, Graphs
 from ...model_executor.kv_cache import kv_cache_bytes_per_block
 from ...model_executor.loader import Model, load_model
@@ -37,7 +38,6 @@ from .graph_mode import graph_mode
 from .memory import bind_kv_caches
 from .model_runner import BlockTables, LaunchedStep, ModelRunner
 from .progress import Progress
-from .read_draft import DraftParts
 from .sampler import Sampler
 from .sampling.op_table import OpTable
 from .sleep import drop_weights, read_weights, restore_weights
@@ -58,6 +58,17 @@ from .weight_bytes import weight_bytes
 
 _BATCHES = 2
 """Batches of a step that the host writes to the same inputs: ``reading`` and ``fresh``."""
+
+
+@dataclass(frozen=True)
+class DraftParts:
+    """A draft model as ``read_model`` returns it, and the number of tokens that it drafts."""
+
+    folder: Path
+    spec: ModelSpec
+    config: ResolvedConfig
+    most: int
+    """Drafts of a sequence in a step."""
 
 
 @dataclass(frozen=True)

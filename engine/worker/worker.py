@@ -35,8 +35,7 @@ from .startup_report import StartupReport
 from .weight_bytes import step_reads, weight_bytes
 
 if TYPE_CHECKING:
-    from .draft_model import DraftModel
-    from .read_draft import DraftParts
+    from .draft_model import DraftModel, DraftParts
 
 
 class Worker:

@@ -25,7 +25,7 @@ from typing import Any
 
 _UNUSED = (
     *("core.drafters", "core.drafting.policy", "core.ngram"),
-    *("worker.draft_model", "worker.read_draft"),
+    *("read_draft", "worker.draft_model"),
 )
 FORBIDDEN = (
     *("torch._dynamo", "torch._inductor", "triton", "transformers", "jinja2"),

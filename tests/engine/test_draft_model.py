@@ -19,10 +19,10 @@ from fusewright.config import EngineOptions, Hardware, UserError
 from fusewright.engine import aot_compile as aot
 from fusewright.engine.frontend.outputs import RequestOutput
 from fusewright.engine.messages.step import DraftPasses
+from fusewright.engine.read_draft import read_draft_model
 from fusewright.engine.worker import source, startup
 from fusewright.engine.worker.drafts.state import draft_calls
 from fusewright.engine.worker.progress import Progress
-from fusewright.engine.worker.read_draft import read_draft_model
 from fusewright.model_executor.hf_config import model_folder
 from tests.model_executor.tiny_models import TINY_MODELS, TinyModel
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from fusewright import LLM, SamplingParams
 from fusewright.config import EngineOptions, Hardware, UserError
-from fusewright.engine.worker.read_draft import read_draft_model
+from fusewright.engine.read_draft import read_draft_model
 from fusewright.engine.worker.startup import read_model
 from fusewright.model_executor.loader import fake_model
 

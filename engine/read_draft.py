@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
-from ...config import EngineOptions, Hardware, ResolvedConfig, UserError
-from ...config.speculative import LOOKUP_METHODS, SpeculativeConfig
-from ...model_executor.draft_checks import check_drafter, drafter_reader
-from ...model_executor.spec import ModelSpec
-from .startup import read_model
+from ..config import EngineOptions, Hardware, ResolvedConfig, UserError
+from ..config.speculative import LOOKUP_METHODS, SpeculativeConfig
+from ..model_executor.draft_checks import check_drafter, drafter_reader
+from ..model_executor.spec import ModelSpec
+from .worker.draft_model import DraftParts
+from .worker.startup import read_model
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class DraftParts:
-    """A draft model as ``read_model`` returns it, and the number of tokens that it drafts."""
-
-    folder: Path
-    spec: ModelSpec
-    config: ResolvedConfig
-    most: int
-    """Drafts of a sequence in a step."""
 
 
 def read_draft_model(
