@@ -33,7 +33,8 @@ def add_join(library: Any, spec: ModelSpec, quant: QuantKind | None = None) -> N
     join = Join(spec.hidden_size, eps, hidden_first=form.hidden_first, quant=quant)
     for part in (join.embedding_norm, join.hidden_norm, *([] if quant else [join.linear])):
         # ``Module.to`` fails among fake tensors.
-        part.weight.data = torch.empty_like(part.weight, dtype=spec.dtype)
+        weight: Any = part.weight
+        weight.data = torch.empty_like(weight, dtype=spec.dtype)
     library.add_module(JOIN, join)
 
 
