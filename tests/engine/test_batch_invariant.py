@@ -83,6 +83,52 @@ def test_bits_do_not_depend_on_batch_order_chunks_or_cache(
     check(random.Random(fw_seed), requests, "abacus", device=device.type, dtype=dtype)
 
 
+def drafter(method: str, **fields: Any) -> dict[str, Any]:
+    return {"method": method, "num_speculative_tokens": 4, "adaptive": False, **fields}
+
+
+DRAFTERS = {
+    "ngram": drafter("ngram", prompt_lookup_min=1),
+    "abacus-draft": drafter("draft_model", model="abacus-draft"),
+    "abacus-eagle3": drafter("eagle3", model="abacus-eagle3"),
+}
+MOE = "abacus-moe"
+DRAFTED = [("abacus", name) for name in DRAFTERS] + [(MOE, "ngram"), (MOE, "abacus-draft")]
+GREEDY = SamplingParams(
+    temperature=0.0, max_tokens=20, logprobs=3, ignore_eos=True, stop=["777", "umju"]
+)
+TIGHT = {"max_num_seqs": 6, "max_num_batched_tokens": 24, "num_gpu_blocks_override": 11}
+
+
+@pytest.mark.slow
+@pytest.mark.product(5)
+@pytest.mark.usefixtures("warm", "no_engine_is_left")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("model", "name"), DRAFTED)
+def test_drafts_change_no_bit(model: str, name: str, ranks: int, device: torch.device) -> None:
+    """Through chunks, preemption, cached prefixes and stop strings.  Two ranks add in an order of
+    their own, so they are compared with two."""
+    if device.type == "cuda" and torch.cuda.device_count() < ranks:
+        pytest.skip("needs two GPUs")
+    options: dict[str, Any] = {"max_model_len": 80, "device": device.type, "batch_invariant": True}
+    options["dtype"] = "bfloat16" if device.type == "cuda" else "float32"
+    options |= {"tensor_parallel_size": ranks, "block_size": 8}
+
+    def answers(llm: LLM) -> list[Any]:
+        outputs = [o.outputs[0] for o in llm.generate(PROMPTS[:8], GREEDY, use_tqdm=False)]
+        return [(o.token_ids, o.logprobs, o.text, o.stop_reason) for o in outputs]
+
+    with LLM(model, **options) as alone:
+        expected = answers(alone)
+    assert {reason for *_, reason in expected} > {None}, "some stop, some do not"
+    with LLM(model, **options, **TIGHT, speculative_config=DRAFTERS[name]) as llm:
+        for again in range(2):  # the second time behind cached prefixes
+            assert answers(llm) == expected, again
+        report = llm.report()
+    assert report["drafts"]["error"] == "" and report["drafts"]["accepted"] > 10
+    assert report["num_preemptions"] > 0 and report["prefix_cache"]["hit_tokens"] > 0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("quantization", ["fp8", "fp8_block"])
 def test_bits_of_fp8_do_not_depend_on_them_either(quantization: str, fw_seed: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -127,10 +128,13 @@ def generate(llm: LLM, names: Iterable[str] = tuple(KINDS)) -> list[RequestOutpu
     return llm.generate(prompts, each, use_tqdm=False, priority=priority)
 
 
-@pytest.fixture(scope="module")
-def expected() -> list[RequestOutput]:
-    """The answers without drafts."""
-    return generate(LLM("abacus", **OPTIONS))
+MODELS = ("abacus", "abacus-moe")
+
+
+@cache
+def without_drafts(model: str) -> list[RequestOutput]:
+    """A model's answers to requests of all kinds."""
+    return generate(LLM(model, **OPTIONS))
 
 
 def check(llm: LLM, outputs: list[RequestOutput], expected: list[RequestOutput]) -> dict[str, Any]:
@@ -145,12 +149,12 @@ def check(llm: LLM, outputs: list[RequestOutput], expected: list[RequestOutput])
     return report
 
 
-@pytest.mark.product(6)
+@pytest.mark.product(7)
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
-def test_outputs_are_those_without_drafts(
-    setup: dict[str, Any], expected: list[RequestOutput]
-) -> None:
-    llm = LLM("abacus", **OPTIONS | setup, speculative_config=NGRAM)
+def test_outputs_are_those_without_drafts(setup: dict[str, Any], model: str) -> None:
+    expected = without_drafts(model)
+    llm = LLM(model, **OPTIONS | setup, speculative_config=NGRAM)
     report = check(llm, generate(llm), expected)
     assert (llm.report()["num_preemptions"] > 0) == ("num_gpu_blocks_override" in setup)
     assert report["accepted"] == sum(report["accepted_by_position"])
@@ -166,9 +170,9 @@ def test_outputs_are_those_without_drafts(
 FEW = ("greedy", "sampled", "logprobs", "stop id", "several")
 
 
-@pytest.fixture(scope="module")
-def few(expected: list[RequestOutput]) -> list[RequestOutput]:
-    """The answers to these kinds without drafts."""
+def few_without_drafts(model: str) -> list[RequestOutput]:
+    """A model's answers to these kinds."""
+    expected = without_drafts(model)
     return [expected[2 * list(KINDS).index(name) + j] for name in FEW for j in (0, 1)]
 
 
@@ -217,14 +221,14 @@ def make_rows(slots: list[int], input_ids: list[int]) -> Batch:
     return Batch(of, ones, ones, ones, ids, -ones, [], [], 1)
 
 
-def test_compiled_programs_and_graphs_serve_drafts(few: list[RequestOutput]) -> None:
+def test_compiled_programs_and_graphs_serve_drafts() -> None:
     """At -O2 a step with drafts replays the graph of as many decodes, of more than may run."""
     hardware = Hardware(device="cpu", name="recorded", graphs="recording")
     options = OPTIONS | {"optimization_level": 2, "max_num_seqs": 6}
     asked = EngineOptions(**options, speculative_config=json.dumps(NGRAM))
     engine = Engine(asked, hardware)
     llm = LLM.from_engine(engine)
-    check(llm, generate(llm, FEW), few)
+    check(llm, generate(llm, FEW), few_without_drafts("abacus"))
     kinds = {kind for step, kind in engine.dispatcher.counters if step == "decode"}
     assert kinds == {GraphKind.FULL}
     core: Any = engine.core
@@ -242,10 +246,11 @@ def test_compiled_programs_and_graphs_serve_drafts(few: list[RequestOutput]) -> 
 
 @pytest.mark.product
 @pytest.mark.usefixtures("warm", "no_engine_is_left")
+@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("ranks", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_two_ranks_take_drafts(ranks: str, few: list[RequestOutput]) -> None:
-    with LLM("abacus", **OPTIONS, speculative_config=NGRAM, **{ranks: 2}) as llm:
-        check(llm, generate(llm, FEW), few)
+def test_two_ranks_take_drafts(ranks: str, model: str) -> None:
+    with LLM(model, **OPTIONS, speculative_config=NGRAM, **{ranks: 2}) as llm:
+        check(llm, generate(llm, FEW), few_without_drafts(model))
 
 
 def test_no_drafts_are_reported_without_a_drafter() -> None:
