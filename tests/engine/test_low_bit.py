@@ -3,6 +3,7 @@ ranks; and weights that are quantized while they are loaded."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tests.model_executor.low_bit_checkpoints import (
     INPUT_SCALE,
     OF_EXPERTS,
     TINY,
+    WIDE,
     Dialect,
     save,
 )
@@ -51,50 +53,49 @@ def check_tokens(reference: Any, outputs: list[Any]) -> None:
         assert (expected.amax(-1) - chosen).max() < 1e-4
 
 
+def by_name(value: Any) -> Any:
+    return getattr(value, "name", value)
+
+
 def generate(llm: LLM) -> list[Any]:
     return llm.generate([list(prompt) for prompt in prompts()], PARAMS, use_tqdm=False)
 
 
-@pytest.mark.product(8)
-@pytest.mark.parametrize(
-    ("dialect", "impl"),
-    [*product(DIALECTS, IMPLS)],
-    ids=lambda value: getattr(value, "name", value),
-)
-def test_logits_are_those_of_the_stored_numbers(
-    dialect: Dialect, impl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reference = save(dialect, tmp_path)
-    off = 1e-4
+def logits(
+    dialect: Dialect, reference: Any, folder: Path, patch: pytest.MonkeyPatch, how: dict[str, Any]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each request [tokens, vocab] of the engine, and of the library's model of the stored
+    numbers, which may be changed."""
     if (form := STORED_FORMATS[dialect.kind]).x_dtype:
-        off = 2e-2  # a number half way between two integers goes either way
         with_int8_inputs(reference, INPUT_SCALE if form.static else None)
-    check_logits(reference, tmp_path, impl, off, monkeypatch)
-
-
-def check_logits(
-    reference: Any, folder: Path, impl: str, off: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    llm = LLM(str(folder), optimization_level=0, model_impl=impl, **OPTIONS)
-    recorder = LogitsRecorder(llm, monkeypatch)
-    for prompt, output in zip(prompts(), generate(llm), strict=True):
+    with LLM(str(folder), **OPTIONS | how) as llm:
+        recorder = LogitsRecorder(llm, patch)
+        outputs = generate(llm)
+    for prompt, output in zip(prompts(), outputs, strict=True):
         rows = [recorder.rows[output.request_id, len(prompt) + i] for i in range(NUM_TOKENS)]
         ids = [*prompt, *output.outputs[0].token_ids][:-1]
-        expected = logits_of(reference, ids)[-NUM_TOKENS:]
-        torch.testing.assert_close(torch.stack(rows), expected, atol=off, rtol=off)
+        yield torch.stack(rows), logits_of(reference, ids)[-NUM_TOKENS:]
+
+
+def check_logits(dialect: Dialect, *of: Any) -> None:
+    # A number half way between two integers goes either way.
+    off = 2e-2 if STORED_FORMATS[dialect.kind].x_dtype else 1e-4
+    for ours, expected in logits(dialect, *of):
+        torch.testing.assert_close(ours, expected, atol=off, rtol=off)
 
 
 @pytest.mark.product(16)
 @pytest.mark.parametrize(
     ("dialect", "tiny", "impl"),
     [*product(OF_EXPERTS, MOES, IMPLS)],
-    ids=lambda value: getattr(value, "name", value),
+    ids=by_name,
 )
 def test_logits_are_those_of_the_experts_stored_numbers(
     dialect: Dialect, tiny: TinyModel, impl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = save(dialect, tmp_path, tiny)
-    check_logits(reference, tmp_path, impl, 1e-4, monkeypatch)
+    how: dict[str, Any] = {"optimization_level": 0, "model_impl": impl}
+    check_logits(dialect, reference, tmp_path, monkeypatch, how)
 
 
 @pytest.mark.parametrize("name", ["AutoAWQ 32", "naive-quantized int4 g64"])
@@ -102,7 +103,7 @@ def test_experts_of_deepseek_are_read_by_their_names(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reference = save(BY_NAME[name], tmp_path, DEEPSEEK)
-    check_logits(reference, tmp_path, "auto", 1e-4, monkeypatch)
+    check_logits(BY_NAME[name], reference, tmp_path, monkeypatch, {"optimization_level": 0})
 
 
 def with_int8_inputs(reference: Any, scale: float | None) -> None:
@@ -117,18 +118,14 @@ def with_int8_inputs(reference: Any, scale: float | None) -> None:
             module.register_forward_pre_hook(rounded)
 
 
-COMPILED = ["AutoAWQ 64", "GPTQ v1 int4 g32 act-order", "ModelOpt NVFP4", "gpt-oss MXFP4"]
-
-
-@pytest.mark.slow
 @pytest.mark.product(8)
-@pytest.mark.parametrize(("name", "impl"), [*product(COMPILED, IMPLS)])
-def test_compiled_models_answer_as_the_stored_numbers_do(
-    name: str, impl: str, tmp_path: Path
+@pytest.mark.parametrize(("dialect", "impl"), [*product(DIALECTS, IMPLS)], ids=by_name)
+def test_logits_are_those_of_the_stored_numbers(
+    dialect: Dialect, impl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reference = save(BY_NAME[name], tmp_path)
-    llm = LLM(str(tmp_path), optimization_level=2, model_impl=impl, **OPTIONS)
-    check_tokens(reference, generate(llm))
+    reference = save(dialect, tmp_path)
+    how: dict[str, Any] = {"optimization_level": 0, "model_impl": impl}
+    check_logits(dialect, reference, tmp_path, monkeypatch, how)
 
 
 @pytest.mark.slow
@@ -136,7 +133,7 @@ def test_compiled_models_answer_as_the_stored_numbers_do(
 @pytest.mark.parametrize(
     ("name", "tiny", "impl"),
     [*product(("AutoAWQ 32", "GPTQ v1 int4 g128", "mixed precision"), MOES, IMPLS)],
-    ids=lambda value: getattr(value, "name", value),
+    ids=by_name,
 )
 def test_compiled_experts_answer_as_the_stored_numbers_do(
     name: str, tiny: TinyModel, impl: str, tmp_path: Path
@@ -153,17 +150,60 @@ def test_compiled_experts_answer_as_the_stored_numbers_do(
     )
 
 
-SPREAD = ["AutoAWQ 32", "GPTQ v2 int4 g64 zero", "mixed precision", "ModelOpt NVFP4"]
+@pytest.mark.slow
+@pytest.mark.product(84)
+@pytest.mark.parametrize(
+    ("dialect", "level", "impl"), [*product(DIALECTS, (1, 2, 3), IMPLS)], ids=by_name
+)
+def test_compiled_models_have_these_logits_too(
+    dialect: Dialect, level: int, impl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = save(dialect, tmp_path)
+    how: dict[str, Any] = {"optimization_level": level, "model_impl": impl}
+    check_logits(dialect, reference, tmp_path, monkeypatch, how)
+
+
+SPREAD = [
+    (dialect, level, impl)
+    for dialect, level, impl in product(DIALECTS, range(4), IMPLS)
+    if "act-order" not in dialect.name
+    and (impl == "auto" or not STORED_FORMATS[dialect.kind].x_dtype)
+]
+"""What ranks share; the others are refused by name."""
 
 
 @pytest.mark.slow
-@pytest.mark.product(8)
-@pytest.mark.parametrize(("name", "impl"), [*product(SPREAD, IMPLS)])
-def test_two_ranks_answer_as_the_stored_numbers_do(name: str, impl: str, tmp_path: Path) -> None:
-    reference = save(BY_NAME[name], tmp_path)
-    how = {"tensor_parallel_size": 2, "optimization_level": 0, "model_impl": impl}
-    with LLM(str(tmp_path), **how, **OPTIONS) as llm:
-        check_tokens(reference, generate(llm))
+@pytest.mark.product(100)
+@pytest.mark.usefixtures("no_engine_is_left")
+@pytest.mark.parametrize(("dialect", "level", "impl"), SPREAD, ids=by_name)
+def test_two_ranks_have_these_logits_too(
+    dialect: Dialect, level: int, impl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = save(dialect, tmp_path, WIDE)
+    how: dict[str, Any] = {"optimization_level": level, "model_impl": impl}
+    how["tensor_parallel_size"] = 2
+    check_logits(dialect, reference, tmp_path, monkeypatch, how)
+
+
+FAMILIES = [
+    *("AutoAWQ 128", "GPTQ v2 int4 g64 zero", "GPTQ v1 int4 g32 act-order", "mixed precision"),
+    *("pack-quantized int4 g128", "int-quantized int8 channel", "int-quantized W8A8 dynamic"),
+    *("mxfp4-pack-quantized", "ModelOpt int4", "ModelOpt NVFP4", "gpt-oss MXFP4"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_gpu_has_the_logits_of_the_stored_numbers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled, from graphs, in bfloat16: on a CPU it is 2 % off, with inputs of 8 bits 5 %."""
+    dialect = BY_NAME[name]
+    reference = save(dialect, tmp_path, WIDE)
+    how: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "kv_cache_memory_bytes": 2**26}
+    most = 0.1 if STORED_FORMATS[dialect.kind].x_dtype else 0.04
+    for ours, expected in logits(dialect, reference, tmp_path, monkeypatch, how):
+        assert (ours - expected).norm() < most * expected.norm()
 
 
 OF_RANKS = [
@@ -176,9 +216,7 @@ OF_RANKS = [
 
 @pytest.mark.slow
 @pytest.mark.product(4)
-@pytest.mark.parametrize(
-    ("name", "tiny", "whole"), OF_RANKS, ids=lambda value: getattr(value, "name", value)
-)
+@pytest.mark.parametrize(("name", "tiny", "whole"), OF_RANKS, ids=by_name)
 def test_two_ranks_answer_as_the_stored_experts_do(
     name: str, tiny: TinyModel, whole: bool, tmp_path: Path
 ) -> None:

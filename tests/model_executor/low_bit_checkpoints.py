@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ _PLACES = {
 }
 """Where the library has each of an expert's weights: in the tensor of all experts, and from which
 of its halves on."""
+WIDE = replace(TINY, options={**TINY.options, "num_attention_heads": 8, "num_key_value_heads": 4})
+"""Each layer that ranks cut by columns has 256: two ranks have whole groups of 128."""
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 Stored = tuple[dict[str, Tensor], Tensor]
 """(tensors by suffix, the numbers that they stand for)."""
