@@ -67,7 +67,8 @@ def logits(
     """Of each request [tokens, vocab] of the engine, and of the library's model of the stored
     numbers, which may be changed."""
     if (form := STORED_FORMATS[dialect.kind]).x_dtype:
-        with_int8_inputs(reference, INPUT_SCALE if form.static else None)
+        ranks = how.get("tensor_parallel_size", 1)
+        with_int8_inputs(reference, INPUT_SCALE if form.static else None, ranks)
     with LLM(str(folder), **OPTIONS | how) as llm:
         recorder = LogitsRecorder(llm, patch)
         outputs = generate(llm)
@@ -106,14 +107,17 @@ def test_experts_of_deepseek_are_read_by_their_names(
     check_logits(BY_NAME[name], reference, tmp_path, monkeypatch, {"optimization_level": 0})
 
 
-def with_int8_inputs(reference: Any, scale: float | None) -> None:
-    """Round what each layer of the library's model reads, by one scale or by one a row."""
-
-    def rounded(module: Any, args: tuple[Tensor]) -> tuple[Tensor]:
-        step = args[0].abs().amax(-1, keepdim=True) / 127 if scale is None else scale
-        return ((args[0] / step).round().clamp(-128, 127) * step,)
-
+def with_int8_inputs(reference: Any, scale: float | None, ranks: int) -> None:
+    """Round what each layer of the library's model reads, by one scale or by one a row, of which
+    each rank has the scale of its own columns."""
     for name, module in reference.named_modules():
+        parts = ranks if name.endswith(("o_proj", "down_proj")) else 1
+
+        def rounded(module: Any, args: tuple[Tensor], parts: int = parts) -> tuple[Tensor]:
+            x = args[0].unflatten(-1, (parts, -1))
+            step = x.abs().amax(-1, keepdim=True) / 127 if scale is None else scale
+            return (((x / step).round().clamp(-128, 127) * step).flatten(-2),)
+
         if name.endswith("_proj"):
             module.register_forward_pre_hook(rounded)
 
