@@ -6,6 +6,7 @@
 #   make test-all                           the cases that `make test` leaves to other seeds too
 #   make test coverage COVERAGE=1           the same, and what share of the package's lines they run
 #   make real-test                          a trained model of 135M says what transformers says
+#   make draft-test                         served tools and grammars, by servers that all have drafts
 #   make client-test                        a server, asked by lm-eval, guidellm, LiteLLM, LangChain
 #   make mutants  MUTANTS='--count 20 --paths passes'    one-token edits of the sources that no test
 #                                           sees, 200 by default; takes hours
@@ -26,7 +27,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: install demo test test-all real-test client-test coverage check types style lines mutants \
+.PHONY: install demo test test-all real-test draft-test client-test coverage check types style lines mutants \
   models docs pictures vllm-page reference gpu-test gpu-evidence bench
 
 BOOTSTRAP_PYTHON ?= python3
@@ -96,6 +97,15 @@ vllm-page reference: install
 
 real-test: install
 	@$(PKGROOT); $(PY) -m pytest -q tests/engine/test_real_model.py --fw-cases 2 --durations 4
+
+DRAFTS ?= {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "adaptive": false}
+DRAFTED := tool_calls forms clients messages conversations harmony thinking_server strict_server \
+  reasoning call_reader logprobs server server_bodies server_input server_limits server_usage \
+  request_fields draft_metrics
+
+draft-test: install
+	@$(PKGROOT); OMP_NUM_THREADS=1 $(PY) -m pytest -m 'not gpu' -n $(JOBS) --dist loadfile \
+	  $(DRAFTED:%=tests/serve/test_%.py) --fw-drafts '$(DRAFTS)'
 
 client-test: install build/clients/.installed
 	@$(PKGROOT); OMP_NUM_THREADS=1 $(PY) tools/client_test.py build/clients/bin
