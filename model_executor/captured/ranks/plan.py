@@ -131,7 +131,7 @@ class _Planner:
     def cut(self, spread: Spread, bounds: Sequence[int]) -> None:
         size = spread.shape[spread.split_dim]
         known = True
-        for name in spread.origins:
+        for name in sorted(spread.origins):
             key, dim = self.key(name), self.roots[name]
             if key[1][dim] != size:
                 return
@@ -142,7 +142,7 @@ class _Planner:
 
     def repeat(self, spread: Spread, units: int) -> None:
         (part,) = spread.parts
-        asked = {(self.key(name), part.name): units for name in spread.origins}
+        asked = {(self.key(name), part.name): units for name in sorted(spread.origins)}
         if asked and not self.units.keys() & asked.keys():
             self.units |= asked
             raise _AnewError
@@ -151,7 +151,7 @@ class _Planner:
         """Leave the layers whole whose parts are not enough."""
         if not error.origins:
             raise error
-        for name in error.origins:
+        for name in sorted(error.origins):  # a set's order is that of its process
             self.whole[self.key(name)] = error.reason
         self.ahead, self.summands = {}, set()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from transformers import GlmConfig, GPT2Config, LlamaConfig, Olmo2Config, Qwen3MoeConfig
 
@@ -107,6 +108,16 @@ def test_a_plan_that_the_models_own_contradicts_is_refused(
     monkeypatch.setattr(plan, "build", other)
     with pytest.raises(UserError, match=r"down_proj\.weight would be split by rows, .*'colwise'"):
         facts(LlamaConfig(**SIZES), 2)
+
+
+def test_layers_that_stay_whole_have_one_order_in_every_process() -> None:
+    """Ranks compare their plans, and an artifact's key has them."""
+    error = plan.NotSpreadError("a reason")
+    error.origins = frozenset(f"layer_{letter}.weight" for letter in "abcdefghijklmnop")
+    weights: Any = {name: torch.empty(1) for name in error.origins}
+    planner = plan._Planner(2, "", {}, set(), {}, {}, {}, weights, {}, {})
+    planner.refuse(error)
+    assert [name for name, _ in planner.whole] == sorted(error.origins)
 
 
 def test_a_model_of_which_nothing_divides_is_refused() -> None:
