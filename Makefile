@@ -8,6 +8,7 @@
 #   make real-test                          a trained model of 135M says what transformers says
 #   make draft-test                         served tools and grammars, by servers that all have drafts
 #   make client-test                        a server, asked by lm-eval, guidellm, LiteLLM, LangChain
+#   make emulated-test                      kernels of csrc on a CPU, in every division of their work
 #   make mutants  MUTANTS='--count 20 --paths passes'    one-token edits of the sources that no test
 #                                           sees, 200 by default; takes hours
 #   make lines  REASON='why it grew'        sets the line budgets of tests/line_budget.toml
@@ -27,8 +28,8 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: install demo test test-all real-test draft-test client-test coverage check types style lines mutants \
-  models docs pictures vllm-page reference gpu-test gpu-evidence bench
+.PHONY: install demo test test-all real-test draft-test client-test emulated-test coverage check types \
+  style lines mutants models docs pictures vllm-page reference gpu-test gpu-evidence bench
 
 BOOTSTRAP_PYTHON ?= python3
 TORCH_INDEX ?=
@@ -106,6 +107,10 @@ DRAFTED := tool_calls forms clients messages conversations harmony thinking_serv
 draft-test: install
 	@$(PKGROOT); OMP_NUM_THREADS=1 $(PY) -m pytest -m 'not gpu' -n $(JOBS) --dist loadfile \
 	  $(DRAFTED:%=tests/serve/test_%.py) --fw-drafts '$(DRAFTS)'
+
+# Each thread of a kernel is a fiber. Needs g++ and the CUDA headers of a toolkit or of Triton's wheel.
+emulated-test: install
+	@$(PKGROOT); OMP_NUM_THREADS=1 $(PY) -m pytest -q tests/emulator -n $(JOBS) --dist load
 
 client-test: install build/clients/.installed
 	@$(PKGROOT); OMP_NUM_THREADS=1 $(PY) tools/client_test.py build/clients/bin

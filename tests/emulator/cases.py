@@ -1,0 +1,219 @@
+"""The emulator's programs, their cases and the mistakes that they must see: shapes, as data.
+
+A case is words that its driver reads (decode.cpp, experts.cpp, cluster_linear.cpp).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from .build import Program
+from .derive import Edit
+
+# When copies land, and in which order blocks run that meet in memory.
+SCHEDULES = (
+    "timing=late order=together",
+    "timing=early order=backward",
+    "timing=random order=together",
+    "timing=random order=forward",
+)
+# Beside each other, and one block after another.
+ALONE = ("timing=late", "timing=early", "timing=random")
+
+
+def scheduled(cases: Iterable[str], schedules: Iterable[str]) -> list[str]:
+    """Every case in every schedule, each with a seed of its own."""
+    pairs = itertools.product(cases, schedules)
+    return [f"{case} {schedule} seed={seed}" for seed, (case, schedule) in enumerate(pairs)]
+
+
+def runs(firsts: Iterable[int], rows: int) -> str:
+    """Sequences that are rows of one: the first has that length, each other one more."""
+    lengths = [first + row for first in firsts for row in range(rows)]
+    drafts = [int(row > 0) for _ in firsts for row in range(rows)]
+    return f"lengths={','.join(map(str, lengths))} drafts={','.join(map(str, drafts))}"
+
+
+# `grid` is blocks, cluster, parts, where plan_grid does not choose it.
+SOME = "lengths=40,1,17,0,300 kv_heads=2 group=4"
+MORE = "lengths=40,1,17,0,150,3,64,65 kv_heads=2 group=8"
+CLUSTERS = (
+    f"{SOME} grid=80,8,1 sinks=all_kinds",
+    f"{SOME} grid=80,8,1 queries=1,0,1,1,2",
+    "lengths=333 grid=8,8,1 group=8 sinks=far_above",
+    "lengths=333 grid=8,8,1 group=8 sinks=absent wide_sinks=1 window=100",
+    f"{SOME} grid=40,4,1 sinks=all_kinds window=33",
+    f"{SOME} grid=20,2,1 sinks=far_below soft_cap=5 sharp=1",
+    f"{SOME} grid=10,1,1 sinks=all_kinds wide_sinks=1",
+    "lengths=0,0 grid=16,8,1 sinks=all_kinds",
+)
+# Several clusters an item; those of one that is not long leave.
+PARTS = (
+    "lengths=2400,2200 kv_heads=2 group=8 grid=8,2,5 sinks=all_kinds",
+    "lengths=2400,90 grid=4,2,9 window=2300 sinks=all_kinds",
+    "lengths=8500 group=4 grid=8,8,4 sinks=all_kinds",
+)
+# Teams of two warps and of one; neither, but all sequences whole.
+TEAMS = (
+    f"{MORE} grid=8,0,1 sinks=all_kinds",
+    f"{MORE} grid=4,0,1 sinks=all_kinds window=31",
+    f"{MORE} grid=3,0,1 sinks=all_kinds wide_sinks=1",
+)
+# Shares that cut a sequence, the second one's into more than are merged at once.
+SHARES = (
+    "lengths=1500,1,17,0,150,3,64,65 group=8 grid=8,0,1 sinks=all_kinds",
+    "lengths=1,17,0,2100,3,64,65 kv_heads=2 group=4 grid=24,0,1 sinks=all_kinds",
+    "lengths=1,17,0,4200,3 kv_heads=2 group=4 grid=20,2,1",
+)
+# Planned grids, of one cluster an item and of several; blocks of other sizes; sequences beyond a
+# warp's lanes.
+OTHERS = (
+    "lengths=100,33,64,1 kv_heads=4 group=8 block_size=8 multiprocessors=16 sinks=all_kinds",
+    "lengths=500,33,640,1 group=8 block_size=256 multiprocessors=8 one_slot=0",
+    "lengths=300,20 group=8 multiprocessors=40 table=40000 sinks=all_kinds",
+    "lengths=100,33 kv_heads=2 group=8 multiprocessors=16 table=40000 sinks=all_kinds",
+    f"lengths={','.join(str(i * 7 % 61) for i in range(40))} group=8 grid=8,0,1 sinks=all_kinds",
+)
+DECODE = CLUSTERS + PARTS + TEAMS + SHARES + OTHERS
+JOINED = (
+    f"{runs([300], 4)} group=8 grid=32,8,1 sinks=all_kinds",
+    f"{runs([300], 16)} group=1 kv_heads=2 grid=32,1,1 window=50",
+    f"{runs([2000], 8)} group=4 grid=16,2,1 sinks=all_kinds",
+    f"{runs([100, 200, 150, 40, 80, 120], 4)} group=8 grid=4,0,1 sinks=all_kinds wide_sinks=1",
+    f"{runs(range(30, 200, 15), 4)} group=8 grid=4,0,1 sinks=all_kinds window=77",
+    f"{runs(range(30, 200, 14), 4)} group=8 grid=3,0,1 sinks=all_kinds",
+    f"{runs([1500, *range(30, 150, 10)], 4)} group=8 grid=3,0,1 sinks=all_kinds",
+    f"{runs([3000, 20, 40], 5)} group=4 kv_heads=2 grid=8,0,1 sinks=all_kinds",
+    f"{runs([100, 200, 150], 4)} group=8 kv_heads=2 grid=96,4,1 queries=1,1,1,1,0,2 one_slot=0",
+)
+SIXTEEN = tuple(case.replace("group=8", "group=16") for case in DECODE if "group=8" in case)
+
+EXPERTS = (
+    "tokens=1 experts=4 top_k=3 columns=704 rows=64 gated=1 pairs=1 norm=1",
+    "tokens=7 experts=6 top_k=3 columns=768 rows=128 gated=1 floats=0",
+    "tokens=1 experts=6 top_k=4 columns=1472 rows=192 row_a_slot=1",
+    "tokens=2 experts=5 top_k=2 columns=1600 rows=80 row_a_slot=1 floats=0 group_columns=64",
+    "tokens=40 experts=12 top_k=4 columns=2880 rows=32 gated=1 pairs=1 sorted=1",
+)
+LINEAR = (
+    "tokens=9 features=264 columns=512",
+    "tokens=33 features=264 columns=512 fp8=1",
+    "tokens=64 features=48 columns=1280 bias=0",
+)
+
+
+def decode(query: str, cache: str, head_dim: int, head_tiles: int = 1, *edits: Edit) -> Program:
+    """Decode attention of one tile."""
+    macros = {
+        "FW_QUERY": query,
+        "FW_CACHE": cache,
+        "FW_HEAD_DIM": str(head_dim),
+        "FW_HEAD_TILES": str(head_tiles),
+    }
+    return Program("decode.cpp", "attention/decode.cuh", macros, edits)
+
+
+def experts(*edits: Edit) -> Program:
+    """Packed experts, for few rows each."""
+    return Program("experts.cpp", "moe/packed.cu", edits=edits)
+
+
+def cluster_linear(*edits: Edit) -> Program:
+    """The linear layer of clusters."""
+    return Program("cluster_linear.cpp", "gemm/cluster_linear.cu", edits=edits)
+
+
+# As few blocks as let a warp have several tiles.
+FEW = Edit("gemm/skinny.h", "kMultiprocessors = 132", "kMultiprocessors = 3")
+BF16, HALF, FP8 = "__nv_bfloat16", "__half", "__nv_fp8_e4m3"
+# Rows are joined where they save far less than on a GPU.
+JOIN = Edit("attention/decode.h", "kLeastSavedBytes = 300e6f", "kLeastSavedBytes = 3e4f")
+
+QUICK = (decode(BF16, BF16, 64), scheduled(CLUSTERS[:1], SCHEDULES[2:3]))
+PROGRAMS = {
+    "decode": (decode(BF16, BF16, 64), scheduled(DECODE, SCHEDULES)),
+    "decode_joined_128": (decode(BF16, BF16, 128, 1, JOIN), scheduled(JOINED, SCHEDULES)),
+    "decode_joined_fp8": (
+        decode(BF16, FP8, 64, 1, JOIN),
+        scheduled(JOINED + DECODE, SCHEDULES[2:]),
+    ),
+    "decode_fp16_group_16": (decode(HALF, HALF, 64, 2), scheduled(SIXTEEN, SCHEDULES[2:])),
+    "experts": (experts(FEW), scheduled(EXPERTS, ALONE)),
+    "cluster_linear": (cluster_linear(), scheduled(LINEAR, ALONE)),
+}
+
+# Mistakes in the sources, each in a program that must not pass all of its cases.
+ITEMS, CUTS, STREAM = "attention/items.cuh", "attention/cuts.cuh", "attention/stream.cuh"
+MISTAKES = {
+    "every_warp_adds_the_sinks": (
+        decode(BF16, BF16, 64, 1, Edit(ITEMS, "args.sinks && p.ahead == 0", "args.sinks")),
+        scheduled(CLUSTERS[:1], SCHEDULES[:1]),
+    ),
+    "every_share_adds_the_sinks": (
+        decode(
+            BF16, BF16, 64, 1, Edit(CUTS, "args.sinks && begin == row.starts[seq]", "args.sinks")
+        ),
+        scheduled(SHARES[:1], SCHEDULES[:1]),
+    ),
+    "no_fence_before_an_arrival": (
+        decode(BF16, BF16, 64, 1, Edit(ITEMS, "- 1;\n  __threadfence();", "- 1;")),
+        scheduled(PARTS[:2] * 4, SCHEDULES[2:3]),
+    ),
+    "no_barrier_before_a_team_merges": (
+        decode(BF16, BF16, 64, 1, Edit(ITEMS, "sums);\n  __syncthreads();", "sums);")),
+        scheduled(CLUSTERS[:1], SCHEDULES),
+    ),
+    "a_cluster_is_not_waited_for": (
+        decode(
+            BF16,
+            BF16,
+            64,
+            1,
+            Edit(ITEMS, "    cluster_wait();  // every block has started\n", ""),
+        ),
+        scheduled(CLUSTERS[:1], SCHEDULES),
+    ),
+    "a_chunk_is_read_before_it_is_there": (
+        decode(BF16, BF16, 64, 1, Edit(STREAM, "wait<T::kStages - 1>", "wait<T::kStages>")),
+        scheduled(CLUSTERS[:1], SCHEDULES[:1]),
+    ),
+    "fresh_slots_are_read_before_the_wait": (
+        decode(
+            BF16,
+            BF16,
+            64,
+            1,
+            Edit(STREAM, "(lanes >> (i * B::kGroups) & ((1u << B::kGroups) - 1))", "(false)"),
+        ),
+        scheduled(CLUSTERS[:1], SCHEDULES[1:2]),
+    ),
+    "a_row_shorter_than_the_ring_is_taken": (
+        experts(
+            FEW,
+            Edit(
+                "moe/packed.cu",
+                "if (empty.steps < splits * T::kStages) return cudaErrorInvalidConfiguration;",
+                "",
+            ),
+        ),
+        scheduled(
+            ["tokens=8 experts=6 top_k=3 columns=384 rows=1024 gated=1 pairs=1 norm=1"], ALONE
+        ),
+    ),
+    "no_barrier_behind_the_rows_of_x": (
+        experts(
+            FEW,
+            Edit(
+                "moe/packed.cuh",
+                "entries.begin[behind]);\n    __syncthreads();",
+                "entries.begin[behind]);",
+            ),
+        ),
+        scheduled(EXPERTS, ALONE[2:]),
+    ),
+    "sums_are_read_before_they_have_come": (
+        cluster_linear(Edit("gemm/cluster_linear.cuh", "shared.inbox.wait(0);", "")),
+        scheduled(LINEAR[:1], ALONE),
+    ),
+}

@@ -1,0 +1,154 @@
+// Every emulated source is compiled behind this: CUDA's words for a kernel, as C++ for the emulated
+// machine. Inline PTX is not here: derive.py has a call for each instruction.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "machine.h"
+#include "shared.h"
+#include "warp.h"
+
+#undef __forceinline__
+#define __forceinline__ inline
+#undef __launch_bounds__
+#define __launch_bounds__(...)
+#undef __global__
+#define __global__
+#undef __grid_constant__
+#define __grid_constant__
+
+#define cudaLaunchKernelEx emulator::launch
+
+template <typename Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
+
+#define threadIdx (uint3{static_cast<unsigned>(emulator::machine.thread->index), 0, 0})
+#define blockIdx (emulator::machine.block().index)
+
+// ---- a warp
+
+inline void __syncwarp(unsigned mask = ~0u) { emulator::sync_warp(mask); }
+
+#define FW_SHUFFLE(NAME, FROM)                                 \
+  template <typename Value>                                    \
+  inline Value NAME(unsigned mask, Value value, int operand) { \
+    const int lane = emulator::machine.thread->lane();         \
+    return emulator::exchange(#NAME, mask, value, FROM);       \
+  }
+FW_SHUFFLE(__shfl_sync, operand % emulator::kWarpLanes)
+FW_SHUFFLE(__shfl_xor_sync, lane ^ operand)
+FW_SHUFFLE(__shfl_up_sync, lane - operand)
+FW_SHUFFLE(__shfl_down_sync, lane + operand)
+#undef FW_SHUFFLE
+
+inline unsigned __ballot_sync(unsigned mask, bool vote) {
+  const emulator::Words votes = emulator::meet("__ballot_sync", mask, {uint32_t{vote}});
+  unsigned result = 0;
+  for (int lane = 0; lane < emulator::kWarpLanes; ++lane) {
+    if (mask >> lane & 1) result |= votes[lane][0] << lane;
+  }
+  return result;
+}
+
+inline bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
+
+template <typename Combine>
+inline int emulator_reduce(const char* name, unsigned mask, int value, const Combine& combine) {
+  const emulator::Words words = emulator::meet(name, mask, {static_cast<uint32_t>(value)});
+  int result = value;
+  for (int lane = 0; lane < emulator::kWarpLanes; ++lane) {
+    const bool other = lane != emulator::machine.thread->lane();
+    if (other && (mask >> lane & 1)) result = combine(result, static_cast<int>(words[lane][0]));
+  }
+  return result;
+}
+
+inline int __reduce_max_sync(unsigned mask, int value) {
+  return emulator_reduce("__reduce_max_sync", mask, value,
+                         [](int a, int b) { return a < b ? b : a; });
+}
+
+inline int __reduce_add_sync(unsigned mask, int value) {
+  return emulator_reduce("__reduce_add_sync", mask, value, [](int a, int b) { return a + b; });
+}
+
+// ---- a block, and memory that blocks share
+
+inline void __syncthreads() { emulator::sync_named(0, emulator::machine.block_threads); }
+
+inline bool __syncthreads_or(bool vote) {
+  return emulator::sync_named(0, emulator::machine.block_threads, vote);
+}
+
+// Stores that go to L2 are seen by other blocks after a fence, and not before.
+template <typename Value>
+inline void __stcg(Value* to, std::type_identity_t<Value> value) {
+  if (emulator::settings.timing == emulator::Timing::kEarly) {
+    *to = value;
+  } else {
+    emulator::machine.thread->stores.push_back([=] { *to = value; });
+  }
+}
+
+inline void __threadfence() { emulator::machine.thread->flush_stores(); }
+
+template <typename Value>
+inline Value __ldcg(const Value* from) {
+  return *from;
+}
+
+template <typename Value>
+inline Value __ldg(const Value* from) {
+  return *from;
+}
+
+inline unsigned atomicInc(unsigned* at, unsigned most) {
+  const unsigned before = *at;
+  *at = before >= most ? 0 : before + 1;
+  return before;
+}
+
+template <typename Value>
+inline Value atomicAdd(Value* at, std::type_identity_t<Value> addend) {
+  return std::exchange(*at, *at + addend);
+}
+
+inline size_t __cvta_generic_to_shared(const void* pointer) { return emulator::offset_of(pointer); }
+
+// ---- numbers
+
+inline int __popc(unsigned bits) { return std::popcount(bits); }
+inline int __clz(unsigned bits) { return std::countl_zero(bits); }
+inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selectors) {
+  return emulator::permute_bytes(low, high, selectors & 0x7777);
+}
+inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
+inline uint32_t __float_as_uint(float value) { return std::bit_cast<uint32_t>(value); }
+inline float __int_as_float(int bits) { return std::bit_cast<float>(bits); }
+inline int __float_as_int(float value) { return std::bit_cast<int>(value); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline unsigned __vcmpeq2(unsigned a, unsigned b) {
+  const unsigned differ = a ^ b;
+  return (differ & 0xffffu ? 0 : 0xffffu) | (differ >> 16 ? 0 : 0xffff0000u);
+}
+inline float emulator_rsqrt(float value) { return 1.0f / std::sqrt(value); }
+#define rsqrtf emulator_rsqrt
+
+#define FW_MIN_MAX(LEFT, RIGHT, RESULT)                                 \
+  inline RESULT min(LEFT a, RIGHT b) { return std::min<RESULT>(a, b); } \
+  inline RESULT max(LEFT a, RIGHT b) { return std::max<RESULT>(a, b); }
+FW_MIN_MAX(int, int, int)
+FW_MIN_MAX(unsigned, unsigned, unsigned)
+FW_MIN_MAX(unsigned, int, unsigned)
+FW_MIN_MAX(int64_t, int64_t, int64_t)
+FW_MIN_MAX(float, float, float)
+#undef FW_MIN_MAX
