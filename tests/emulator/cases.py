@@ -156,6 +156,17 @@ MISTAKES = {
         ),
         scheduled(SHARES[:1], SCHEDULES[:1]),
     ),
+    "every_part_of_rows_adds_the_sinks": (
+        decode(
+            BF16,
+            BF16,
+            64,
+            1,
+            JOIN,
+            Edit("attention/rows.cuh", "args.sinks && ahead == 0", "args.sinks"),
+        ),
+        scheduled(JOINED[2:3], SCHEDULES[:1]),
+    ),
     "no_fence_before_an_arrival": (
         decode(BF16, BF16, 64, 1, Edit(ITEMS, "- 1;\n  __threadfence();", "- 1;")),
         scheduled(PARTS[:2] * 4, SCHEDULES[2:3]),
