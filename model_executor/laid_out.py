@@ -77,7 +77,8 @@ def laid_out_reads(
     names: Iterable[tuple[str, ModulePart]],
     found: Mapping[str, TensorInfo],
 ) -> tuple[list[LaidOutRead], set[str]]:
-    """What is read, and the names of all tensors that belong to it or to other ranks' experts.
+    """The reads of this rank, and the names of all tensors that belong to them or to other ranks'
+    experts.
 
     Raises:
         UserError: a tensor is missing or has another type or shape; the order of a layer's columns

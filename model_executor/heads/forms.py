@@ -47,7 +47,8 @@ FORMS: dict[str, HeadForm] = {
 from the library, which knows its tensors."""
 JOIN = "join"
 JOIN_LINEAR = f"{JOIN}.linear"
-"""What joins embedding and hidden state, in the library's model, and its linear layer."""
+"""Names, in the library's model, of the module that joins embedding and hidden state and of its
+linear layer."""
 NEXTN_JOIN = {
     "enorm": f"{JOIN}.embedding_norm",
     "hnorm": f"{JOIN}.hidden_norm",

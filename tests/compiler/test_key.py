@@ -229,7 +229,7 @@ def test_values_of_config_that_kernels_hold_are_in_the_key() -> None:
                 for module, imported in found
                 for each in imported.split(", ")
             }
-            # What experts are routed by is a part of the model, whose fields are in the key.
+            # The routing of experts is a part of the model, whose fields are in the key.
             held = {f"source.config/{name}.py" for name in names - {"routing"}}
             assert held <= {*factors}, path
 

@@ -32,7 +32,7 @@ class Program(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a program said of its cases: lines that begin with PASS, FAIL or FAULT."""
+    """A program's lines about its cases: each begins with PASS, FAIL or FAULT."""
 
     lines: list[str]
     passed: bool

@@ -1,4 +1,4 @@
-// What the drivers share: a case is a line of `name=value` words on standard input, a result a line
+// The drivers share this: a case is a line of `name=value` words on standard input, a result a line
 // on standard output.
 #pragma once
 
@@ -36,7 +36,7 @@ class Case {
     for (std::string part; std::getline(parts, part, ',');) list.push_back(std::stoi(part));
     return list;
   }
-  // What one of some words stands for.
+  // The value that one of some words stands for.
   template <typename Choice>
   Choice choice(const std::string& name, const std::map<std::string, Choice>& choices,
                 const std::string& otherwise) const {

@@ -13,7 +13,7 @@ using QueryType = FW_QUERY;
 using CacheType = FW_CACHE;
 using KernelTile = Tile<QueryType, CacheType, FW_HEAD_DIM, FW_HEAD_TILES>;
 constexpr int kHeadDim = FW_HEAD_DIM;
-// What is lost of a weight, and of a result, below the numbers of their types.
+// A weight and a result may lose this much below the least numbers of their types.
 constexpr double kLeastWeight = std::is_same_v<KernelTile::M, __half> ? 6e-8 : 1e-38;
 constexpr double kLeastResult = std::is_same_v<QueryType, __half> ? 6e-8 : 1e-38;
 
@@ -202,7 +202,7 @@ void compare(const Problem& problem, const QueryType* out, emulator::Tally& tall
   }
 }
 
-// What the kernel ahead writes: q and the last slot of each sequence, or the whole cache.
+// The kernel ahead writes q and the last slot of each sequence, or the whole cache.
 emulator::Action poison(const Problem& problem, bool one_slot) {
   std::vector<std::tuple<void*, size_t, std::string>> late;
   const auto take = [&](const void* at, size_t bytes) {

@@ -242,7 +242,7 @@ def statements(source: str) -> Iterator[tuple[int, int, str]]:
 
 
 def derive_source(source: str, used: set[str]) -> str:
-    """What becomes of one file. Lines keep their numbers."""
+    """Derive one file. Lines keep their numbers."""
     for macro, body in MACROS.items():
         pattern = rf"#define {re.escape(macro)}(?:[^\n]*\\\n)*[^\n]*"
         for definition in re.findall(pattern, source):

@@ -1,6 +1,6 @@
 // A GPU on one core of a CPU: every thread of a block is a fiber, and the scheduler decides which
 // goes on. A fiber is left only where it waits, so whatever one does in between is as if at once.
-// What a GPU may do late, such as copies, is done late, early or at random, as settings say.
+// Copies, and whatever else a GPU may do late, are done late, early or at random, as settings say.
 #pragma once
 
 #include <cuda_runtime_api.h>
