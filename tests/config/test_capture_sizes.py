@@ -86,7 +86,7 @@ def test_steps_that_would_wait_for_their_launches_are_captured(
 def test_rows_of_drafts_come_beside_requests_as_far_as_graphs_go(
     options: dict[str, Any], rows: int, largest: int
 ) -> None:
-    for config in ("", '{"method": "ngram", "num_speculative_tokens": 4}'):
+    for config in (None, '{"method": "ngram", "num_speculative_tokens": 4}'):
         config_of = resolve(EngineOptions(**options, speculative_config=config), GPU, LIMITS)
         seqs = options["max_num_seqs"]
         assert config_of.scheduler.max_num_seqs == seqs

@@ -185,7 +185,7 @@ def test_what_is_traced_of_a_layer_is_of_the_targets_dtype(
         ({"num_hidden_layers": 1}, "no tensors model.layers.1|another model's checkpoint"),
         (
             {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32}},
-            "of experts only gpt-oss's MXFP4 and FP8 are read",
+            "would have 16 columns, of which 32 share an element of weight_scale",
         ),
     ],
 )

@@ -204,17 +204,24 @@ def test_a_quantized_layer_drafts_and_changes_no_output(folders: Folders) -> Non
     check_drafts(folders.base, folders.quantized, folders.twin)
 
 
-def test_a_layer_in_four_bits_drafts_where_its_experts_are_in_more(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("quantized_parts", "whole"),
+    [(("self_attn", "eh_proj"), ["mlp"]), (("self_attn", "eh_proj", "mlp"), [])],
+    ids=["experts in more", "experts too"],
+)
+def test_a_layer_in_four_bits_drafts(
+    quantized_parts: tuple[str, ...], whole: list[str], tmp_path: Path
+) -> None:
     _, plain, quantized, twin = saved("glm", BY_NAME["fp8 block"], EH_PROJ, tmp_path)
     tensors, exact = load_file(twin / "model.safetensors"), dict[str, Tensor]()
     for name in list(tensors):
-        if name.startswith((f"{PREFIX}self_attn", f"{PREFIX}eh_proj")) and "_proj" in name:
+        if name.startswith(tuple(PREFIX + part for part in quantized_parts)) and "_proj" in name:
             stored, exact[name] = awq(tensors.pop(name).float(), 32)
             module = name.removesuffix(".weight")
             tensors |= {f"{module}.{suffix}": t.contiguous() for suffix, t in stored.items()}
     config = json.loads((twin / "config.json").read_text())
     section = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
-    config["quantization_config"] = section | {"modules_to_not_convert": ["mlp"]}
+    config["quantization_config"] = section | {"modules_to_not_convert": whole}
     (quantized / "config.json").write_text(json.dumps(config))
     save_file(tensors, quantized / "model.safetensors", {"format": "pt"})
     others = load_file(twin / "model.safetensors") | exact
