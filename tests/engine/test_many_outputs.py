@@ -240,7 +240,8 @@ def test_a_request_is_taken_up_beside_thousands_of_prompts_of_a_call(tmp_path: P
             served.add(asked(f"0-{number}", call="0-large"))
         for number in range(2):
             served.add(asked(f"0-lone{number}"))
-        served.server._take_in()
+        while len(served.added) < 4:  # on a busy machine one call may be all that has its time
+            served.server._take_in()
         assert served.added[:4] == ["0-0", "0-lone0", "0-lone1", "0-1"]
         served.abort(*(f"0-{number}" for number in range(2000)), "0-lone1")
         served.server._take_in()
