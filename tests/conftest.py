@@ -161,7 +161,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    # What a test draws without a seed of its own depends on the run's, not on the tests before it.
+    # A test without a seed of its own draws by the run's, whatever tests came before it.
     torch.manual_seed(zlib.crc32(f"{item.config.option.fw_seed} {item.nodeid}".encode()))
     # Dynamo measures the guards of each graph, for which it flushes the processor's caches, 15 ms
     # every time; and it collects garbage.  Nobody reads the one or misses the other.

@@ -1,5 +1,5 @@
-// What the lanes of a warp do together: exchanges, votes, matrices in registers and in shared
-// memory, and the matrix multiplications of a warp and of a warpgroup.
+// Lanes of a warp do this together: exchanges, votes, matrices in registers and in shared memory,
+// and the matrix multiplications of a warp and of a warpgroup.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -97,7 +97,7 @@ inline uint32_t transpose_matrix(uint32_t word) {
 
 enum class Element { kBf16, kHalf, kE4M3 };
 
-// Of the name of an instruction.
+// The elements of an instruction, by its name.
 constexpr Element element_of(std::string_view name) {
   if (name.find("e4m3") != name.npos) return Element::kE4M3;
   return name.find("bf16") != name.npos ? Element::kBf16 : Element::kHalf;

@@ -64,8 +64,8 @@ def generate(llm: LLM) -> list[Any]:
 def logits(
     dialect: Dialect, reference: Any, folder: Path, patch: pytest.MonkeyPatch, how: dict[str, Any]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of each request [tokens, vocab] of the engine, and of the library's model of the stored
-    numbers, which may be changed."""
+    """Logits [tokens, vocab] of each request, of the engine and of the library's model of the
+    stored numbers; the latter may be changed."""
     if (form := STORED_FORMATS[dialect.kind]).x_dtype:
         ranks = how.get("tensor_parallel_size", 1)
         with_int8_inputs(reference, INPUT_SCALE if form.static else None, ranks)
@@ -173,7 +173,7 @@ SPREAD = [
     if "act-order" not in dialect.name
     and (impl == "auto" or not STORED_FORMATS[dialect.kind].x_dtype)
 ]
-"""What ranks share; the others are refused by name."""
+"""Ranks share these; the others are refused by name."""
 
 
 @pytest.mark.slow

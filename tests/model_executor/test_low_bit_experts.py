@@ -40,7 +40,7 @@ EXPERT = "model.layers.1.mlp.experts.3"
 
 
 def numbers_of(share: Any) -> Tensor:
-    """What the weight of a layer, or an expert, stands for."""
+    """The numbers that the weight of a layer, or an expert, stands for."""
     return dequantize(share.quant, *(getattr(share, kind, None) for kind in KINDS))
 
 

@@ -82,7 +82,7 @@ def test_every_division_counts_a_sink_once(
 
 
 def result(args: tuple[Any, ...], sinks: Tensor | None = None) -> Tensor:
-    """What the kernel makes of a call, with other sinks if they are given."""
+    """The kernel's result of a call, with other sinks if they are given."""
     out = torch.full_like(args[OUT], 7.0)
     sinks = args[SINKS] if sinks is None else sinks
     decode(*args[:OUT], out, *args[OUT + 1 : SINKS], sinks, *args[SINKS + 1 :])
