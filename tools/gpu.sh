@@ -3,7 +3,8 @@
 #   tools/gpu.sh test [--round 1|2] [pytest arguments]
 #                                          the GPU tests; stamp to bench/results and to $OUT. Both
 #                                          rounds take about ten minutes on one H200; with the stamp
-#                                          of one in bench/results, the other completes it. With
+#                                          of one in bench/results, the other completes it. Why
+#                                          one failed is in $OUT/round-N.jsonl.failed.txt at once. With
 #                                          $OUT/round-N.jsonl of a round that was cut off in
 #                                          build/gpu-tests (carry it), only what it lacks is run
 #   tools/gpu.sh sanitize TOOL [pytest arguments]

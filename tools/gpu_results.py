@@ -2,6 +2,7 @@
 
 A run that is cut off, as on a machine that is lent for a limited time, then goes on where it was:
 tests that passed or were skipped according to FILE are left out. A second FILE gets the same lines.
+Why a test failed is in FILE.failed.txt as soon as it has: pytest's own account comes last.
 With xdist the workers leave tests out, and the process that gathers their reports writes.
 """
 
@@ -52,6 +53,10 @@ class Keeper:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Called after a test's setup, its call and its teardown, which is always the last; xdist
         has one report, of neither, where a worker crashed."""
+        if report.failed:
+            for file in self._files:
+                with file.with_name(f"{file.name}.failed.txt").open("a") as end:
+                    end.write(f"=== {report.nodeid} ({report.when})\n{report.longreprtext}\n")
         worst = max(self._worst.pop(report.nodeid, "passed"), report.outcome, key=_WORST_LAST.index)
         if report.when in ("setup", "call"):
             self._worst[report.nodeid] = worst

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,12 @@ def test_a_run_that_was_cut_off_goes_on_where_it_was(
         "test_fails[a test]": "failed",
         "test_fails[a fixture]": "failed",
     }
+    why = results.with_name(f"{results.name}.failed.txt").read_text()
+    assert re.findall(r"^=== .*::(.*)$", why, re.M) == [
+        "test_fails[a test] (call)",
+        "test_fails[a fixture] (teardown)",
+    ]
+    assert "AssertionError" in why
     with results.open("a") as end:
         end.write('["test_them.py::test_la')  # as a full disk leaves it
         end.write("\n")
