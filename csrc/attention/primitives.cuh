@@ -65,12 +65,15 @@ __device__ __forceinline__ uint32_t half2_of_e4m3(uint32_t v) {
 }
 
 // A head's sink, its logit that has no value, in units of log2. `wide`: they are float32, else of
-// q's type.
+// q's type, and read as bits: CUDA's __ldg of a bfloat16 or half is not volatile, and nvcc takes it
+// out of loops, ahead of the condition that there are sinks.
 template <typename Q>
 __device__ __forceinline__ float sink_of(const void* sinks, bool wide, int head) {
-  const float sink = wide ? __ldg(static_cast<const float*>(sinks) + head)
-                          : static_cast<float>(__ldg(static_cast<const Q*>(sinks) + head));
-  return sink * kLog2E;
+  if (wide) return __ldg(static_cast<const float*>(sinks) + head) * kLog2E;
+  const unsigned short bits = __ldg(static_cast<const unsigned short*>(sinks) + head);
+  Q sink;
+  memcpy(&sink, &bits, sizeof sink);
+  return static_cast<float>(sink) * kLog2E;
 }
 
 // The absolute error, 2e-7, is what counts in a logit.
