@@ -38,10 +38,11 @@ class Held:
         randn = torch.randn(EXPERTS, rows, columns, device="cuda") * columns**-0.5
         randn *= torch.exp2(torch.randint(-2, 3, (EXPERTS, rows, 1), device="cuda"))
         parts = [quantize(stored, one) for one in randn]
-        numbers = [dequantize(stored, p["weight"], p["weight_scale"]) for p in parts]
+        # The kernels multiply bfloat16 numbers, so the product with a scale is rounded.
+        held = [dequantize(stored, p["weight"], p["weight_scale"]).bfloat16() for p in parts]
         weight, scale = (torch.stack([p[n] for p in parts]) for n in ("weight", "weight_scale"))
         bias = torch.randn(EXPERTS, rows, device="cuda").bfloat16()
-        return cls(weight, scale, bias, torch.stack(numbers))
+        return cls(weight, scale, bias, torch.stack(held).float())
 
     def __call__(self, x: Tensor, ids: Tensor) -> Tensor:
         """Rounded sums of each choice, of its row of x."""
