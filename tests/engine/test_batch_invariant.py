@@ -72,7 +72,10 @@ def check(
         if cached:
             assert llm.report()["prefix_cache"]["hit_tokens"] > 0
         if "speculative_config" in setup:
-            assert llm.report()["drafts"]["accepted"] > 0
+            drafts = llm.report()["drafts"]
+            assert drafts["drafted"] > 0
+            if model == "abacus":  # random weights repeat themselves by chance alone
+                assert drafts["accepted"] > 0
 
 
 def test_bits_do_not_depend_on_batch_order_chunks_or_cache(

@@ -38,7 +38,9 @@ class Held:
         randn = torch.randn(EXPERTS, rows, columns, device="cuda") * columns**-0.5
         randn *= torch.exp2(torch.randint(-2, 3, (EXPERTS, rows, 1), device="cuda"))
         parts = [quantize(stored, one) for one in randn]
-        # The kernels multiply bfloat16 numbers, so the product with a scale is rounded.
+        # The kernels multiply in bfloat16: scales are such numbers here, products are rounded.
+        for part in parts if form != "mxfp4" else ():
+            part["weight_scale"] = part["weight_scale"].bfloat16().to(part["weight_scale"].dtype)
         held = [dequantize(stored, p["weight"], p["weight_scale"]).bfloat16() for p in parts]
         weight, scale = (torch.stack([p[n] for p in parts]) for n in ("weight", "weight_scale"))
         bias = torch.randn(EXPERTS, rows, device="cuda").bfloat16()
