@@ -15,11 +15,10 @@
 //   memory: of every 16 shares the warp that comes last merges them, and the last of those warps
 //   merges theirs, in order of the shares. A cut costs some 10 us, so shares are used only if the
 //   longest item has more than about 1.5 times the work of an equal share.
-// - Several queries of one sequence, as of a step that verifies drafts, are sequences that lie
-// beside
-//   each other. The kernel finds them (shares.cuh), so one grid, and one captured graph, serves
-//   steps with and without: up to 32 heads of neighbouring queries are one item, whose K and V are
-//   read once. Its blocks then divide the fewer items anew (rows.cuh).
+// - Several queries of one sequence, as of a step that verifies drafts, are sequences that lie side
+//   by side. The kernel finds them (shares.cuh), so one grid, and one captured graph, serves steps
+//   with and without: up to 32 heads of neighbouring queries are one item, whose K and V are read
+//   once. Its blocks then divide the fewer items anew (rows.cuh).
 // - The kernel reads whatever the kernel ahead does not write before it waits for that kernel:
 //   lengths, block tables, sinks and the first chunks of an item. Chunks that hold a slot which
 //   this step stores are read after the wait. The slot may be another sequence's, as two may share
