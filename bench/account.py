@@ -36,6 +36,10 @@ class _Timed:
     pending: PendingStep
     times: StepTimes
 
+    @property
+    def has_run(self) -> bool:
+        return self.pending.has_run
+
     def result(self) -> StepResult:
         start = time.perf_counter()
         result = self.pending.result()

@@ -73,6 +73,10 @@ class _Pending:
     pending: PendingStep
     part: Callable[[str], AbstractContextManager[None]]
 
+    @property
+    def has_run(self) -> bool:
+        return self.pending.has_run
+
     def result(self) -> StepResult:
         with self.part("wait"):
             return self.pending.result()

@@ -63,6 +63,9 @@ class ScheduledStep(Struct):
     """Time of the launch, by ``time.perf_counter()``."""
     read_bytes: float = 0.0
     """The least that it has to read, see ``StepReads``; counted once it is launched."""
+    seconds: float | None = None
+    whole_s: float | None = None
+    """See ``StepClock.ended``; of a step that has ended."""
 
 
 def make_batch(

@@ -133,8 +133,9 @@ class EngineCore:
             clock.in_flight(len(self._in_flight) + 1)
             clock.launching(step)
             try:
-                self._in_flight.append((step, self.runner.launch(step.batch)))
-                clock.launched(step)
+                pending = self.runner.launch(step.batch)
+                self._in_flight.append((step, pending))
+                clock.launched(step, pending.has_run)
                 self.scheduler.cache_blocks()
             except Exception as error:
                 failed.append((step, error))

@@ -21,7 +21,8 @@ class StepClock:
 
     ``busy_s`` and ``read_bytes`` have the time of each kind of step and the least bytes that it had
     to read.  The time of a step is from its launch, or the end of the step before if that comes
-    later, until its result is there.
+    later, until its result is there: behind its launch if that has run it, as on a CPU, whose
+    results are asked for behind the launch of the next step.
 
     Args:
         reads: tells the bytes of a step.
@@ -65,9 +66,12 @@ class StepClock:
         """``step`` is about to be launched, and counted as in flight already."""
         step.launched_at = self._now()
 
-    def launched(self, step: ScheduledStep) -> None:
-        """``step`` is on its way.  Its bytes are counted now, while the device computes."""
+    def launched(self, step: ScheduledStep, has_run: bool) -> None:
+        """``step`` is on its way, or ``has_run``.  Its bytes are counted now, while the device
+        computes."""
         self.lap("launch")
+        if has_run:
+            self._end(step)
         step.read_bytes = self._reads.count(step.batch.starts, step.batch.query_lens)
 
     def ended(self, step: ScheduledStep, kind: str) -> tuple[float | None, float | None]:
@@ -78,15 +82,21 @@ class StepClock:
             what the core did in between and without what others did, None if there was no step
             since the last rest.
         """
-        began, now = max(step.launched_at, self._ended_at), self._at
-        whole = None if self._rested else now - self._ended_at - self._outside_s
-        self._rested, self._outside_s, self._ended_at = False, 0.0, now
+        if step.seconds is None:
+            self._end(step)
         # A step that nobody waited for ended unseen, some time before those that came after it.
-        if step.launched_at < self._busy_since:
-            return None, whole
-        self.busy_s[kind] += now - began
+        if step.seconds is None or step.launched_at < self._busy_since:
+            return None, step.whole_s
+        self.busy_s[kind] += step.seconds
         self.read_bytes[kind] += step.read_bytes
-        return now - began, whole
+        return step.seconds, step.whole_s
+
+    def _end(self, step: ScheduledStep) -> None:
+        """``step`` has ended, by the last lap."""
+        now = self._at
+        step.seconds = now - max(step.launched_at, self._ended_at)
+        step.whole_s = None if self._rested else now - self._ended_at - self._outside_s
+        self._rested, self._outside_s, self._ended_at = False, 0.0, now
 
     @property
     def idle_s(self) -> float:

@@ -174,6 +174,10 @@ class StepResult(Struct, frozen=True):
 class PendingStep(Protocol):
     """A launched step."""
 
+    @property
+    def has_run(self) -> bool:
+        """Whether its launch has run it, as on a CPU."""
+
     def result(self) -> StepResult:
         """Waits until the step has run; called once, in the order of the launches.  Raises what
         went wrong in it."""

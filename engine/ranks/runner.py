@@ -15,6 +15,11 @@ class StepOfRanks:
     def __init__(self, leader: Leader, step: PendingStep) -> None:
         self._leader, self._step = leader, step
 
+    @property
+    def has_run(self) -> bool:
+        """Whether the launch has run the step on rank 0, which has its result."""
+        return self._step.has_run
+
     def result(self) -> StepResult:
         """Wait for the step; raises what ended a rank, if one has."""
         with self._leader.guard():

@@ -69,6 +69,11 @@ class LaunchedStep:
     done: torch.cuda.Event | None
     has_drafts: Tensor | None = None
 
+    @property
+    def has_run(self) -> bool:
+        """Whether the launch has run the step, as on a CPU."""
+        return self.done is None
+
     def wait(self) -> None:
         if self.done is not None:
             self.done.synchronize()

@@ -28,6 +28,10 @@ class FaultyStep:
     step: ToyStep
     error: Exception
 
+    @property
+    def has_run(self) -> bool:
+        return self.step.has_run
+
     def result(self) -> Any:
         self.step.result()
         raise self.error

@@ -30,6 +30,10 @@ def through_bytes(message: Any) -> Any:
 class _Pending:
     pending: Any
 
+    @property
+    def has_run(self) -> bool:
+        return bool(self.pending.has_run)
+
     def result(self) -> StepResult:
         return through_bytes(self.pending.result())
 

@@ -77,6 +77,10 @@ class ToyStep:
     output: StepResult | None = None
     read: bool = False
 
+    @property
+    def has_run(self) -> bool:
+        return self.output is not None
+
     def result(self) -> StepResult:
         assert not self.read, "a step's result is read once"
         self.read = True

@@ -41,6 +41,7 @@ class _Launched:
     gpu: VirtualGpu
     batch: Batch
     ends_ms: float
+    has_run: bool = False
 
     def result(self) -> StepResult:
         self.gpu.now_ms = max(self.gpu.now_ms, self.ends_ms)
