@@ -32,13 +32,14 @@ from ...model_executor.spec import ModelSpec
 from ..messages.cache_group import CacheGroup
 from ..messages.draft_run import DraftRun
 from ..messages.step import Batch, DraftPasses, Ints, NewSequence, PendingStep, Runner
-from .drafts.head_runner import DraftRunner, HeadRunner, HeadSampler
-from .drafts.passes import PassRunner, most_graphs
+from .drafts.draft_sampler import DraftSampler, HeadSampler
+from .drafts.head_runner import DraftRunner, HeadRunner
+from .drafts.pass_sizes import PassSizes
+from .drafts.passes import PassRunner
 from .graph_mode import graph_mode
 from .memory import bind_kv_caches
 from .model_runner import BlockTables, LaunchedStep, ModelRunner
 from .progress import Progress
-from .sampler import Sampler
 from .sampling.op_table import OpTable
 from .sleep import drop_weights, read_weights, restore_weights
 from .startup import (
@@ -130,10 +131,9 @@ class DraftModel:
             buffers = step_buffers(spec, config, dispatcher, _BATCHES * IN_TURN)
             self.graphs: Graphs = make_graphs(program, buffers, dispatcher, config)
             needs = warm_up(program, spec, config, buffers, self.graphs)
-            of_passes = self.graphs.predict_capture(parts.most)
-            self._most_graphs = most_graphs(of_passes)
-            captures = self._most_graphs * of_passes
-            self.needs = Needs(needs.activations, needs.graphs + captures)
+            sizes = [n for n in dispatcher.decode_sizes if n <= config.scheduler.max_num_seqs]
+            self._sizes = PassSizes(sizes, parts.most, self.graphs.predict_capture)
+            self.needs = Needs(needs.activations, needs.graphs + self._sizes.most_bytes)
         self._runner: DraftRunner | None = None
         self._passes: PassRunner | None = None
         self.kv_caches: list[Tensor] = []
@@ -152,12 +152,12 @@ class DraftModel:
             load = partial(load_head, target=target.weights, target_folder=target.folder)
         return load_beside(parts.folder, parts.spec, parts.config, startup, progress, load=load)
 
-    def _make_sampler(self) -> Sampler:
+    def _make_sampler(self) -> DraftSampler:
         config, vocab_size = self._parts.config, self._parts.spec.vocab_size
         if self._parts.spec.head:
             head: Any = self.weights
             return HeadSampler(self._table, config, vocab_size, head.target_ids)
-        return Sampler(self._table, config, vocab_size)
+        return DraftSampler(self._table, config, vocab_size)
 
     def _bind_fed(self) -> Tensor | None:
         """Where a head keeps its own last hidden state of each slot."""
@@ -236,8 +236,10 @@ class DraftModel:
         assert target.sampler.drafts is not None
         behind, state = int(spec.head is not None), target.sampler.drafts
         drafting = decode_buffers(spec, config)
-        most, inputs = self._most_graphs, target.buffers
-        self._passes = PassRunner(self._runner, drafting, state, inputs, behind, most)
+        inputs, sizes = target.buffers, self._sizes
+        self._passes = PassRunner(
+            self._runner, self._sampler, drafting, state, inputs, behind, sizes
+        )
         target.draft = self.follow
 
     def capture(self, progress: Progress) -> None:

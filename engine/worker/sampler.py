@@ -172,26 +172,6 @@ class Sampler:
             return self._sample(logits, batch, rows, banned, buffers)
         return self.draw(logits, None, buffers)
 
-    def common(self, batch: Batch) -> tuple[bool, RowParameters | None]:
-        """Whether ``draw`` chooses the tokens of a batch, and by which parameters; its launches are
-        the same for all requests and whatever they have sampled."""
-        if self._slots["plain"][batch.slots].all():
-            return True, None
-        rows = self._rows_of(batch)
-        if rows.has_min_tokens or rows.has_bias or rows.has_allowed or len(batch.masked_rows):
-            return False, None
-        if len(batch.banned) or bool((rows.samples & rows.requests["has_penalties"]).any()):
-            return False, None
-        if not rows.draws:
-            return True, None
-        if rows.parameters is None:
-            rows.parameters = self._upload(batch, rows)
-        return True, rows.parameters
-
-    def spread(self, logits: Tensor) -> Tensor:
-        """Logits of the whole vocabulary, of those of the model."""
-        return logits
-
     def draw(
         self, logits: Tensor, parameters: RowParameters | None, buffers: StepBuffers
     ) -> Tensor:

@@ -87,6 +87,39 @@ def test_greedy_and_seeded_drafts_of_the_model_itself_are_all_accepted() -> None
     assert accepted(report) > 0.99, report
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"min_tokens": 40, "max_tokens": 40},
+        {"ignore_eos": True, "logit_bias": {51: 2.5, 32: -3.0, 10: -100.0}},
+        {"ignore_eos": True, "allowed_token_ids": [*b"0123456789 abc"]},
+        {"temperature": 0.9, "seed": 2, "top_p": 0.9, "logit_bias": {51: 2.0}, "min_tokens": 20},
+    ],
+    ids=["least length", "biases", "allowed tokens", "sampled"],
+)
+def test_the_model_drafts_by_the_logits_that_a_request_changes(kind: dict[str, Any]) -> None:
+    llm = LLM("abacus", **OPTIONS, speculative_config=ITSELF)
+    given = llm.generate(PROMPTS, params(**kind), use_tqdm=False)
+    alone = LLM("abacus", **OPTIONS).generate(PROMPTS, params(**kind), use_tqdm=False)
+    assert facts(given) == facts(alone)
+    report = llm.report()["drafts"]
+    assert report["drafted"] > 40 and accepted(report) > 0.97, report
+
+
+def test_more_changes_than_a_draft_model_heeds_cost_drafts_alone() -> None:
+    llm = LLM("abacus", **OPTIONS, speculative_config=ITSELF)
+    kinds = [
+        params(ignore_eos=True, logit_bias=dict.fromkeys(range(32, 132), -1.5)),
+        params(ignore_eos=True, allowed_token_ids=[*range(40, 120)]),
+        params(min_tokens=20, stop_token_ids=[*range(48, 98)]),
+    ]
+    given = llm.generate(PROMPTS[:3], kinds, use_tqdm=False)
+    alone = LLM("abacus", **OPTIONS).generate(PROMPTS[:3], kinds, use_tqdm=False)
+    assert facts(given) == facts(alone)
+    report = llm.report()["drafts"]
+    assert report["error"] == "" and report["drafted"] > 20
+
+
 def test_a_stranger_is_wrong_and_changes_no_output(
     stranger: str, expected: list[RequestOutput]
 ) -> None:

@@ -147,9 +147,8 @@ def captured(name: str, **given: Any) -> LLM:
         device="cpu",
         dtype="float32",
         max_model_len=128,
-        max_num_seqs=8,
         speculative_config=json.dumps(DRAFTERS[name]),
-        **{"cudagraph_mode": "FULL_AND_PIECEWISE", **given},
+        **{"cudagraph_mode": "FULL_AND_PIECEWISE", "max_num_seqs": 8, **given},
     )
     return LLM.from_engine(Engine(options, Hardware("cpu", "recorded", graphs="recording")))
 
@@ -178,12 +177,13 @@ def test_all_passes_behind_a_step_are_one_graph(name: str) -> None:
     assert replays == {2}, replays
 
 
-def replays_of_a_step(llm: LLM) -> set[int]:
-    """The numbers of replays in steady steps."""
+def replays_of_a_step(llm: LLM, *others: SamplingParams) -> set[int]:
+    """The numbers of replays in steady steps of greedy requests, and of ``others`` beside them."""
     engine: Any = llm.engine
     backends = [engine.graphs._backend, engine.draft.graphs._backend]
-    for number, prompt in enumerate(PROMPTS[:3]):
-        engine.add_request(prompt, SamplingParams(max_tokens=60, ignore_eos=True), f"{number}")
+    plain = SamplingParams(max_tokens=60, ignore_eos=True)
+    for number, kind in enumerate([plain] * (3 - len(others)) + [*others]):
+        engine.add_request(PROMPTS[number], kind, f"{number}")
     for _ in range(4):
         engine.step()
     counts = set()
@@ -191,6 +191,8 @@ def replays_of_a_step(llm: LLM) -> set[int]:
         before = sum(each.replays for each in backends)
         engine.step()
         counts.add(sum(each.replays for each in backends) - before)
+    while engine.has_unfinished():
+        engine.step()
     return counts
 
 

@@ -20,7 +20,7 @@ from fusewright.config import EngineOptions, Hardware, UserError
 from fusewright.engine.core.request import Request
 from fusewright.engine.messages.step import Batch, DraftPasses, NewSequence
 from fusewright.engine.read_draft import read_draft_model
-from fusewright.engine.worker.drafts.head_runner import HeadSampler
+from fusewright.engine.worker.drafts.draft_sampler import HeadSampler
 from fusewright.engine.worker.sampling.op_table import OpTable
 from fusewright.engine.worker.startup import decode_buffers, read_model
 from fusewright.engine.worker.step_arguments import example

@@ -13,48 +13,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from msgspec import structs
 from torch import Tensor
 
-from ....config import FED_SLOTS, HIDDEN, NO_SLOT, ResolvedConfig
+from ....config import FED_SLOTS, HIDDEN, NO_SLOT
 from ....config.step_fields import ON_DEVICE
-from ....graph_capture import Dispatch, StepBuffers
-from ...messages.step import Batch, Ints, NewSequence
+from ....graph_capture import Dispatch
+from ...messages.step import Batch, Ints
 from ..model_runner import ModelRunner
-from ..sampler import Sampler
-from ..sampling.op_table import OpTable
 from .rows import rows_before
 
 Caches = Callable[[], Sequence[Tensor]]
 """The target's caches of hidden states; asked for each step, since a sleep binds others."""
-
-
-class HeadSampler(Sampler):
-    """Samples the target's tokens from logits of those that the head knows, by the noise with which
-    the target will: the token is at the second position behind a row's."""
-
-    _ahead = 1
-
-    def __init__(
-        self, table: OpTable, config: ResolvedConfig, vocab_size: int, ids: Tensor | None
-    ) -> None:
-        super().__init__(table, config, vocab_size)
-        self._ids, self._most = ids, config.scheduler.max_num_seqs
-        self._spread: Tensor | None = None
-
-    def admit(self, sequence: NewSequence) -> None:
-        super().admit(structs.replace(sequence, num_prompt_tokens=sequence.num_prompt_tokens - 1))
-
-    def choose(self, logits: Tensor, batch: Batch, buffers: StepBuffers) -> Tensor:
-        return super().choose(self.spread(logits), batch, buffers)
-
-    def spread(self, logits: Tensor) -> Tensor:
-        if self._ids is None:
-            return logits
-        if self._spread is None:
-            # Other columns are never written.
-            self._spread = logits.new_full((self._most, self.vocab_size), -torch.inf)
-        return self._spread[: len(logits)].index_copy_(1, self._ids, logits)
 
 
 class DraftRunner(ModelRunner):

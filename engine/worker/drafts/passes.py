@@ -7,13 +7,12 @@ last right token is the first, and each further pass reads one draft a sequence 
 next.  All of them go into ``DraftState.drafts``, where the next step's rows find them.
 
 The host waits for nothing here.  It has the blocks for the case that every draft is right.  All of
-these passes are one CUDA graph for a number of sequences, unless a request asks for what depends
-on the host.
+these passes are one CUDA graph for a number of sequences (``pass_sizes``), a number of drafts and a
+form of drawing (``DraftSampler``).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
@@ -29,19 +28,13 @@ from ....config.step_fields import ORDER, TOKEN_IDS
 from ....graph_capture import Dispatch, GraphKind, StepBuffers
 from ...messages.step import Batch, DraftPasses
 from ..sampling.requests import RowParameters
+from .draft_sampler import DraftSampler
 from .head_runner import DraftRunner
+from .pass_sizes import Form, PassSizes
 from .state import ALIGNED, DraftState
-
-_MOST_GRAPHS, _MOST_BYTES = 128, 1 << 28
-"""Graphs of passes that are kept, those that were replayed last, and what they may take."""
 
 Choose = Callable[[Tensor], Tensor]
 """Logits -> the tokens that are chosen."""
-
-
-def most_graphs(bytes_a_graph: int) -> int:
-    """Number of graphs that are kept of so many bytes each."""
-    return max(1, min(_MOST_GRAPHS, _MOST_BYTES // max(bytes_a_graph, 1)))
 
 
 class Size(NamedTuple):
@@ -50,8 +43,7 @@ class Size(NamedTuple):
     rows: int
     num_seqs: int
     depth: int
-    drawn_by: tuple[str, ...]
-    """Parameters by which tokens are drawn; none: the likeliest are chosen."""
+    form: Form
 
 
 class PassRunner:
@@ -59,23 +51,25 @@ class PassRunner:
 
     Args:
         runner: of the draft model.
+        sampler: draws its tokens.
         drafting: the static inputs of a pass of a row a sequence.
         state: of the target, written.
         target: the static inputs of the target's last step.
         behind: positions between a token and its row: 1 of a head, else 0.
-        most: graphs that are kept.
+        sizes: numbers of sequences that have graphs.
     """
 
     def __init__(
         self,
         runner: DraftRunner,
+        sampler: DraftSampler,
         drafting: StepBuffers,
         state: DraftState,
         target: StepBuffers,
         behind: int,
-        most: int,
+        sizes: PassSizes,
     ) -> None:
-        self._most_graphs = most
+        self._sampler, self._sizes = sampler, sizes
         self._runner, self._state, self._target, self._behind = runner, state, target, behind
         self._drafting = runner.over(drafting)
         longest, self._count = state.drafts.shape
@@ -88,7 +82,7 @@ class PassRunner:
         self._numbers = torch.arange(
             runner.buffers.max_seqs, dtype=torch.int32, device=state.memory.device
         )
-        self._graphs: OrderedDict[Size, Callable[[], None]] = OrderedDict()
+        self._graphs: dict[Size, Callable[[], None]] = {}
         self._parameters: dict[Size, tuple[RowParameters, RowParameters]] = {}
         """The parameters that a graph reads, and those whose values they have."""
 
@@ -96,6 +90,7 @@ class PassRunner:
         """Drop all graphs, for when the program is bound to other tensors."""
         self._graphs.clear()
         self._parameters.clear()
+        self._sizes.forget()
 
     @torch.inference_mode()
     def run(self, passes: DraftPasses) -> None:
@@ -106,55 +101,42 @@ class PassRunner:
         if fresh is None or drafting is None:
             return
         self._take_sampled()
-        sampler, buffers = self._runner.sampler, self._drafting.buffers
-        padded = self._padded(fresh, drafting, passes.depth)
-        if padded is None:
-            _write(self._runner, fresh, fresh.num_seqs)
-            _write(self._drafting, drafting, drafting.num_seqs)
-            choose: Choose = partial(sampler.choose, batch=drafting, buffers=buffers)
-            self._launch(fresh.num_seqs, drafting.num_seqs, passes.depth, choose)
-            return
-        drafting, rows = padded
+        size = self._size_of(fresh, drafting, passes.depth)
+        padded = drafting if size is None else _repeated(drafting, size.num_seqs)
+        parameters = self._sampler.parameters(padded, self._sampler.form(drafting))
+        rows = fresh.num_seqs if size is None else size.rows
         _write(self._runner, fresh, rows)
-        _write(self._drafting, drafting, drafting.num_seqs)
-        _, parameters = sampler.common(drafting)
-        size = Size(rows, drafting.num_seqs, passes.depth, _names(parameters))
-        self._replay(size, self._static(size, parameters))
+        _write(self._drafting, padded, padded.num_seqs)
+        if size is None:
+            self._launch(rows, padded.num_seqs, passes.depth, self._by(parameters))
+        else:
+            self._replay(size, self._static(size, parameters))
 
-    def _padded(self, fresh: Batch, drafting: Batch, depth: int) -> tuple[Batch, int] | None:
-        """A batch of as many sequences as a graph serves, and the rows that this has in the first
-        pass; None where no graph serves it."""
-        runner = self._runner
-        if not runner.graphs.are_captured or not runner.sampler.common(drafting)[0]:
+    def _size_of(self, fresh: Batch, drafting: Batch, depth: int) -> Size | None:
+        """The graph that serves these batches, if there is one."""
+        buffers = self._runner.buffers
+        if not self._runner.graphs.are_captured:
             return None
-        sizes = runner.graphs.dispatcher.decode_sizes
-        widest = min(self._drafting.buffers.max_seqs, self._drafting.buffers.max_tokens)
-        fitting = (size for size in sizes if drafting.num_seqs <= size <= widest)
-        if (num_seqs := next(fitting, None)) is None:
-            return None
-        most = min(runner.buffers.max_seqs, runner.buffers.max_tokens)
-        rows = min(num_seqs * (depth + 1), most)
-        if fresh.num_seqs > rows:  # the step had more drafts a request than follow
-            return None
-        return _repeated(drafting, num_seqs), rows
+        # The step may have had more drafts a request than follow.
+        least = max(drafting.num_seqs, -(-fresh.num_seqs // (depth + 1)))
+        form = self._sampler.form(drafting)
+        num_seqs = self._sizes.choose(least, depth, form)
+        rows = min(num_seqs * (depth + 1), buffers.max_seqs, buffers.max_tokens)
+        return Size(rows, num_seqs, depth, form) if num_seqs else None
+
+    def _by(self, parameters: RowParameters | None) -> Choose:
+        buffers = self._drafting.buffers
+        return partial(self._sampler.draw_drafts, parameters=parameters, buffers=buffers)
 
     def _replay(self, size: Size, parameters: RowParameters | None) -> None:
         """Replay the graph of a size, or launch what it holds and capture it."""
         if (replay := self._graphs.get(size)) is not None:
-            self._graphs.move_to_end(size)
             replay()
             return
-        sampler, buffers = self._runner.sampler, self._drafting.buffers
-
-        def choose(logits: Tensor) -> Tensor:
-            return sampler.draw(sampler.spread(logits), parameters, buffers)
-
+        choose = self._by(parameters)
         launch = partial(self._launch, size.rows, size.num_seqs, size.depth, choose)
         launch()  # the drafts of this step; libraries set up what a capture must not
         self._graphs[size] = self._runner.graphs.capture(launch)
-        if len(self._graphs) > self._most_graphs:
-            oldest, _ = self._graphs.popitem(last=False)
-            self._parameters.pop(oldest, None)
 
     def _static(self, size: Size, parameters: RowParameters | None) -> RowParameters | None:
         """The parameters at the addresses that a graph reads."""
@@ -167,8 +149,9 @@ class PassRunner:
             copies = {name: t.clone() for name, t in tensors.items() if t is not None}
             static = replace(parameters, **copies)
         elif values is not parameters:
-            for name in size.drawn_by:
-                getattr(static, name).copy_(getattr(parameters, name))
+            for field in fields(parameters):
+                if (value := getattr(parameters, field.name)) is not None:
+                    getattr(static, field.name).copy_(value)
         self._parameters[size] = static, parameters
         return static
 
@@ -226,13 +209,6 @@ class PassRunner:
 
 def _write(runner: DraftRunner, batch: Batch, num_rows: int) -> None:
     runner.write_inputs(batch, Dispatch(GraphKind.NONE, num_rows, num_rows, 1))
-
-
-def _names(parameters: RowParameters | None) -> tuple[str, ...]:
-    if parameters is None:
-        return ()
-    names = (field.name for field in fields(parameters))
-    return tuple(name for name in names if getattr(parameters, name) is not None)
 
 
 def _repeated(batch: Batch, num_seqs: int) -> Batch:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RowParameters:
-    """Sampling parameters of a batch on the device, one row a sequence."""
+    """Sampling parameters of a batch on the device, one row a sequence; the last four are of
+    ``DraftSampler``, [num_seqs, n] but for ``alone``."""
 
     temperature: Tensor
     top_k: Tensor | None
@@ -23,6 +24,10 @@ class RowParameters:
     repetition_penalty: Tensor
     frequency_penalty: Tensor
     presence_penalty: Tensor
+    token_ids: Tensor | None = None
+    biases: Tensor | None = None
+    min_lens: Tensor | None = None
+    alone: Tensor | None = None
 
 
 @dataclass
@@ -41,6 +46,7 @@ class Rows:
     has_allowed: bool
     num_logprobs: int
     parameters: RowParameters | None = None
+    of_drafts: RowParameters | None = None
 
 
 REQUEST = np.dtype(
