@@ -59,7 +59,7 @@ def test_what_is_chosen_is_bounded_and_stays_so(
     bound = max(pass_sizes._CERTAIN_BYTES, 3 * sum(bytes_of(d, num_steps) for d in range(1, 9)))
     assert sizes.most_bytes <= bound + pass_sizes._MORE_BYTES
     sizes.forget()
-    for (least, *rest), size in asks():
+    for (least, *_), size in asks():
         assert size >= least
 
 

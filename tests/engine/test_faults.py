@@ -16,7 +16,8 @@ from fusewright.engine.frontend.outputs import RequestOutput
 from fusewright.engine.messages.sampling_params import SamplingParams
 from fusewright.engine.worker.model_runner import ModelRunner
 
-from .toy import Setup, ToyRunner, ToyStep, check_invariants, solo
+from .toy import Setup, ToyRunner, check_invariants, solo
+from .toy_slots import ToyStep
 
 LONG = SamplingParams(max_tokens=20, ignore_eos=True)
 

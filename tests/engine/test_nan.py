@@ -21,7 +21,8 @@ from fusewright.engine.messages.sampling_params import SamplingParams
 from fusewright.serve.cli import main
 
 from .test_faults import failed, run
-from .toy import Setup, ToyRunner, ToyStep, check_invariants, solo
+from .toy import Setup, ToyRunner, check_invariants, solo
+from .toy_slots import ToyStep
 
 LONG = SamplingParams(max_tokens=20, ignore_eos=True)
 POISON = 200

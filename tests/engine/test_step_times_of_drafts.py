@@ -18,7 +18,8 @@ from fusewright.engine.messages.sampling_params import SamplingParams
 from fusewright.engine.messages.step import Batch
 
 from .draft_toy import DraftSetup
-from .toy import ToyRunner, ToyStep
+from .toy import ToyRunner
+from .toy_slots import ToyStep
 
 Cost = Callable[[int], float]
 """Rows of a step -> its seconds."""

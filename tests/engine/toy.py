@@ -31,7 +31,7 @@ from fusewright.engine.messages.cache_group import CacheGroup
 from fusewright.engine.messages.sampling_params import SamplingParams
 from fusewright.engine.messages.step import Batch, Logprobs, StepResult
 
-from .toy_slots import Entry, Guess, Row, Slots
+from .toy_slots import Entry, Guess, Row, Slots, ToyStep
 
 TOKENIZER = Tokenizer(Path(abacus.__file__).parent)
 VOCAB_SIZE = 272
@@ -66,27 +66,6 @@ def logprobs_of(
     h = hash((1, *seen))
     top = [-float(h % (i + 5)) for i in range(count)]
     return -float(h % 7), 1 + h % 3, top, [ALPHABET[-i - 1] for i in range(count)]
-
-
-@dataclass
-class ToyStep:
-    runner: ToyRunner
-    entries: list[Entry]
-    begins: dict[int, list[int]]
-    """The tokens that are told of slots that get a request."""
-    output: StepResult | None = None
-    read: bool = False
-
-    @property
-    def has_run(self) -> bool:
-        return self.output is not None
-
-    def result(self) -> StepResult:
-        assert not self.read, "a step's result is read once"
-        self.read = True
-        while self.output is None:
-            self.runner.run_next()
-        return self.output
 
 
 @dataclass

@@ -1,13 +1,15 @@
-"""What the toy device knows of rows and slots: it accepts drafts, and places rows behind them."""
+"""The toy device's steps, and what it knows of rows and slots: it accepts drafts, and places rows
+behind them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from fusewright.config.step_fields import NOT_DRAFTED, REJECTED
 from fusewright.engine.messages.sampling_params import SamplingParams
+from fusewright.engine.messages.step import StepResult
 
 Guess: TypeAlias = Callable[[list[int], int | None], list[int]]
 """Drafts of the device behind the tokens of a request with a seed."""
@@ -39,6 +41,27 @@ class Entry:
     """Rows of the slot before it, if it samples."""
     ahead: int
     """-1, or the device places it, at most so many positions further."""
+
+
+@dataclass
+class ToyStep:
+    runner: Any
+    entries: list[Entry]
+    begins: dict[int, list[int]]
+    """The tokens that are told of slots that get a request."""
+    output: StepResult | None = None
+    read: bool = False
+
+    @property
+    def has_run(self) -> bool:
+        return self.output is not None
+
+    def result(self) -> StepResult:
+        assert not self.read, "a step's result is read once"
+        self.read = True
+        while self.output is None:
+            self.runner.run_next()
+        return self.output
 
 
 class Slots:
