@@ -29,15 +29,18 @@ _INSPECTS = "compiler/inspect/"
 _SUFFIXES = (".py", ".cu", ".cuh", ".cpp", ".h", ".json")
 
 
-def source_factors(folders: Iterable[str] = (), package: Path = PACKAGE) -> dict[str, str]:
+def source_factors(
+    folders: Iterable[str] = (), package: Path = PACKAGE, *, alone: bool = False
+) -> dict[str, str]:
     """Digest of every source file that decides what is compiled, by its path in the package.
 
     Args:
         folders: folders or files of the package besides the compiler's own.
         package: where the package lies; its place is in no factor.
+        alone: without the compiler's own.
     """
     factors: dict[str, str] = {}
-    for folder in (*_OWN_SOURCES, *folders):
+    for folder in (*(() if alone else _OWN_SOURCES), *folders):
         for file in sorted(_sources(package / folder)):
             name = file.removeprefix(f"{package}/")
             if not name.startswith(_INSPECTS):

@@ -59,8 +59,9 @@ _MODEL_SOURCES = (
     "engine/worker/source.py",
     "engine/worker/step_arguments.py",
     "engine/worker/sampling/op_table.py",
-    "engine/worker/drafts/state.py",
 )
+_DRAFT_SOURCES = ("engine/worker/drafts/state.py",)
+"""What decides which kernels of drafts there are; no other artifact depends on it."""
 
 
 def artifact_key(spec: ModelSpec, config: ResolvedConfig) -> Key:
@@ -169,8 +170,10 @@ def find_or_compile_drafts(
     """The kernels of ``draft_calls``: an artifact beside that of the model's program, which serves
     with and without drafts."""
 
+    sources = source_factors(_DRAFT_SOURCES, alone=True)
+
     def own(key: Key) -> Key:
-        return Key({**key.factors, "kernels": "of drafts"})
+        return Key({**key.factors, **sources, "kernels": "of drafts"})
 
     def calls(num_tokens: int, num_seqs: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
         return draft_calls(num_seqs, len(spec.cache_groups))

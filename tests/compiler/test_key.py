@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from fusewright.compiler.artifacts.factors import PACKAGE, source_factors
-from fusewright.compiler.artifacts.key import Key, differences
+from fusewright.compiler.artifacts.key import Key, Wanted, differences
+from fusewright.compiler.artifacts.store import Store
 from fusewright.config import (
     EngineOptions,
     Hardware,
@@ -182,6 +183,24 @@ def test_measured_choices_belong_to_the_gpu_they_were_measured_on() -> None:
             for name in ("H100", "H200")
         }
         assert (len(keys) == 1) == same
+
+
+def test_sources_of_drafts_are_in_the_key_of_their_kernels_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A model's program serves with and without drafts, by one key."""
+    asked = json.dumps({"method": "ngram", "num_speculative_tokens": 3})
+    alone = artifact_key(*resolved(model="abacus"))
+    spec, config = resolved(model="abacus", speculative_config=asked)
+    wanted: list[Wanted] = []
+    monkeypatch.setattr(source, "compile_kernels", lambda *args, **_: wanted.append(args[2]))
+    options: dict[str, Any] = {"require": False, "on_phase": print}
+    source.find_or_compile_drafts(spec, config, Store(()), **options)
+    (drafts,) = wanted
+    assert artifact_key(spec, config) == alone
+    changed = {each.name for each in differences(alone.factors, drafts.key.factors)}
+    assert changed == {"kernels", *(f"source.{name}" for name in source._DRAFT_SOURCES)}
+    assert source._DRAFT_SOURCES
 
 
 SOURCES = ("config/arch.py", "ops", "passes", "compiler", "csrc", *source._MODEL_SOURCES)
