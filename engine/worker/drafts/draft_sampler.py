@@ -8,12 +8,11 @@ exceeds their number is left out: it costs drafts of that request, and nothing e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from msgspec import structs
 from torch import Tensor
@@ -74,17 +73,13 @@ class DraftSampler(Sampler):
             return None
         rows = self._rows_of(batch)
         if rows.of_drafts is None:
-            filters = dict.fromkeys(_FILTERS) | self._columns(rows.requests, _FILTERS, form)
-            changes = self._columns(self._changes[batch.slots], _FIELDS, form)
-            rows.of_drafts = replace(self._upload(batch, rows), **filters, **changes)
+            columns: dict[str, Any] = dict.fromkeys(_FILTERS)
+            if form is Form.CHANGED:
+                changes = self._changes[batch.slots]
+                columns |= {name: self._send(rows.requests[name].copy()) for name in _FILTERS}
+                columns |= {name: self._send(changes[name].copy()) for name in _FIELDS}
+            rows.of_drafts = replace(self._upload(batch, rows), **columns)
         return rows.of_drafts
-
-    def _columns(
-        self, rows: npt.NDArray[Any], names: Iterable[str], form: Form
-    ) -> dict[str, Tensor]:
-        """Fields of rows on the device, if drafts are drawn by them."""
-        names = names if form is Form.CHANGED else ()
-        return {name: self._send(rows[name].copy()) for name in names}
 
     def spread(self, logits: Tensor) -> Tensor:
         """Logits of the whole vocabulary, of those of the model."""
@@ -151,7 +146,8 @@ def _change(row: np.void, params: SamplingParams, stops: Mapping[int, int]) -> N
 def _changed(logits: Tensor, parameters: RowParameters, seq_lens: Tensor) -> Tensor:
     """A copy of logits [num_seqs, vocab] with the changes of each request."""
     token_ids, biases, min_lens = parameters.token_ids, parameters.biases, parameters.min_lens
-    assert token_ids is not None and min_lens is not None and parameters.alone is not None
+    assert token_ids is not None and biases is not None
+    assert min_lens is not None and parameters.alone is not None
     values = (logits.gather(1, token_ids) + biases).to(logits.dtype)
     values.masked_fill_(seq_lens[:, None] < min_lens, -torch.inf)
     others = logits.masked_fill(parameters.alone[:, None], -torch.inf)

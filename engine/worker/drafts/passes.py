@@ -101,9 +101,10 @@ class PassRunner:
         if fresh is None or drafting is None:
             return
         self._take_sampled()
-        size = self._size_of(fresh, drafting, passes.depth)
+        form = self._sampler.form(drafting)
+        size = self._size_of(fresh.num_seqs, drafting.num_seqs, passes.depth, form)
         padded = drafting if size is None else _repeated(drafting, size.num_seqs)
-        parameters = self._sampler.parameters(padded, self._sampler.form(drafting))
+        parameters = self._sampler.parameters(padded, form)
         rows = fresh.num_seqs if size is None else size.rows
         _write(self._runner, fresh, rows)
         _write(self._drafting, padded, padded.num_seqs)
@@ -112,15 +113,13 @@ class PassRunner:
         else:
             self._replay(size, self._static(size, parameters))
 
-    def _size_of(self, fresh: Batch, drafting: Batch, depth: int) -> Size | None:
-        """The graph that serves these batches, if there is one."""
-        buffers = self._runner.buffers
+    def _size_of(self, num_rows: int, num_seqs: int, depth: int, form: Form) -> Size | None:
+        """The graph that serves so many rows of the first pass, and sequences, if there is one."""
         if not self._runner.graphs.are_captured:
             return None
         # The step may have had more drafts a request than follow.
-        least = max(drafting.num_seqs, -(-fresh.num_seqs // (depth + 1)))
-        form = self._sampler.form(drafting)
-        num_seqs = self._sizes.choose(least, depth, form)
+        num_seqs = self._sizes.choose(max(num_seqs, -(-num_rows // (depth + 1))), depth, form)
+        buffers = self._runner.buffers
         rows = min(num_seqs * (depth + 1), buffers.max_seqs, buffers.max_tokens)
         return Size(rows, num_seqs, depth, form) if num_seqs else None
 
