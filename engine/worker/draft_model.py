@@ -34,7 +34,7 @@ from ..messages.draft_run import DraftRun
 from ..messages.step import Batch, DraftPasses, Ints, NewSequence, PendingStep, Runner
 from .drafts.draft_sampler import DraftSampler, HeadSampler
 from .drafts.head_runner import DraftRunner, HeadRunner
-from .drafts.pass_sizes import PassSizes
+from .drafts.pass_sizes import PassSizes, up_to
 from .drafts.passes import PassRunner
 from .graph_mode import graph_mode
 from .memory import bind_kv_caches
@@ -131,7 +131,7 @@ class DraftModel:
             buffers = step_buffers(spec, config, dispatcher, _BATCHES * IN_TURN)
             self.graphs: Graphs = make_graphs(program, buffers, dispatcher, config)
             needs = warm_up(program, spec, config, buffers, self.graphs)
-            sizes = [n for n in dispatcher.decode_sizes if n <= config.scheduler.max_num_seqs]
+            sizes = up_to(config.scheduler.max_num_seqs, dispatcher.decode_sizes)
             self._sizes = PassSizes(sizes, parts.most, self.graphs.predict_capture)
             self.needs = Needs(needs.activations, needs.graphs + self._sizes.most_bytes)
         self._runner: DraftRunner | None = None

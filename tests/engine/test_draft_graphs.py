@@ -167,3 +167,10 @@ def test_no_request_takes_the_others_off_graphs(name: str) -> None:
     for kind in kinds:
         replays = replays_of_a_step(llm, kind)
         assert replays == {2}, (kind, replays)
+
+
+def test_a_full_batch_has_a_graph_whatever_its_number() -> None:
+    """No step of a row a sequence has a graph of three."""
+    llm = captured("abacus-draft", max_num_seqs=3)
+    assert 3 not in llm.engine.draft.graphs.dispatcher.decode_sizes  # type: ignore[attr-defined]
+    assert replays_of_a_step(llm) == {2}

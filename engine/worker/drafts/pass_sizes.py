@@ -30,7 +30,7 @@ class PassSizes:
     """The numbers of sequences of graphs, each of which is captured once it is chosen.
 
     Args:
-        sizes: those of the draft model's own decodes, ascending, up to the most sequences.
+        sizes: numbers of sequences that a graph may be for, ascending.
         most_depth: most drafts of a sequence.
         bytes_of: predicts the bytes of a graph of so many passes.
     """
@@ -61,6 +61,14 @@ class PassSizes:
                 self._left -= needed
                 return size
         return 0
+
+
+def up_to(most_seqs: int, decode_sizes: Sequence[int]) -> list[int]:
+    """The sizes of decodes for which there are graphs, ascending, up to the most sequences of a
+    batch, and that number itself, so that a full batch has a graph."""
+    if most_seqs > max(decode_sizes, default=0):
+        return [*decode_sizes]
+    return [*(size for size in decode_sizes if size < most_seqs), most_seqs]
 
 
 def _thinned(sizes: Sequence[int], count: int) -> set[int]:
