@@ -169,6 +169,24 @@ def test_no_request_takes_the_others_off_graphs(name: str) -> None:
         assert replays == {2}, (kind, replays)
 
 
+def test_logits_are_changed_until_the_least_length_alone() -> None:
+    llm = captured("abacus-draft")
+    sampler: Any = llm.engine.draft._sampler  # type: ignore[attr-defined]
+    form, forms = sampler.form, list[Form]()
+
+    def asked(batch: Any) -> Form:
+        forms.append(form(batch))
+        return forms[-1]
+
+    sampler.form = asked
+    kind = params(ignore_eos=True, stop_token_ids=[200], min_tokens=12, max_tokens=30)
+    llm.generate(PROMPTS[0], kind, use_tqdm=False)
+    changed = forms.count(Form.CHANGED)
+    assert 0 < changed < len(forms) - 1
+    assert forms == [Form.CHANGED] * changed + [Form.LIKELIEST] * (len(forms) - changed)
+    assert llm.report()["drafts"]["error"] == ""
+
+
 def test_a_full_batch_has_a_graph_whatever_its_number() -> None:
     """No step of a row a sequence has a graph of three."""
     llm = captured("abacus-draft", max_num_seqs=3)

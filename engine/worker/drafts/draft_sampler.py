@@ -26,11 +26,11 @@ from ..sampling.op_table import OpTable
 from ..sampling.requests import RowParameters
 from .pass_sizes import Form
 
-_MOST = 32
-"""Changed logits of a request."""
+_MOST, _ALWAYS = 32, (1 << 31) - 1
+"""Changed logits of a request; a length that none exceeds."""
 _CHANGES = np.dtype(
     [
-        ("is_changed", np.bool_),
+        ("until", np.int64),  # some change up to this length
         ("token_ids", np.int64, _MOST),
         ("biases", np.float32, _MOST),
         ("min_lens", np.int32, _MOST),  # the token may come from this length on
@@ -63,23 +63,24 @@ class DraftSampler(Sampler):
             return Form.LIKELIEST
         is_filtered = (requests["top_k"] != 0) | (requests["top_p"] != 1) | (requests["min_p"] != 0)
         draws = ~requests["likeliest"]
-        if (draws & is_filtered).any() or self._changes["is_changed"][batch.slots].any():
+        is_changed = batch.starts + 1 < self._changes["until"][batch.slots]
+        if (draws & is_filtered).any() or is_changed.any():
             return Form.CHANGED
         return Form.DRAWN if draws.any() else Form.LIKELIEST
 
     def parameters(self, batch: Batch, form: Form) -> RowParameters | None:
-        """Those by which ``draw_drafts`` draws a batch; the same of a form are there."""
+        """Those by which ``draw_drafts`` draws a batch of a form, which says which there are."""
         if form is Form.LIKELIEST:
             return None
         rows = self._rows_of(batch)
-        if rows.of_drafts is None:
+        if form not in rows.of_drafts:
             columns: dict[str, Any] = dict.fromkeys(_FILTERS)
             if form is Form.CHANGED:
                 changes = self._changes[batch.slots]
                 columns |= {name: self._send(rows.requests[name].copy()) for name in _FILTERS}
                 columns |= {name: self._send(changes[name].copy()) for name in _FIELDS}
-            rows.of_drafts = replace(self._upload(batch, rows), **columns)
-        return rows.of_drafts
+            rows.of_drafts[form] = replace(self._upload(batch, rows), **columns)
+        return rows.of_drafts[form]
 
     def spread(self, logits: Tensor) -> Tensor:
         """Logits of the whole vocabulary, of those of the model."""
@@ -135,12 +136,13 @@ def _change(row: np.void, params: SamplingParams, stops: Mapping[int, int]) -> N
     row["alone"] = allowed is not None and len(allowed) <= _MOST
     changed = allowed if allowed is not None and row["alone"] else [*stops, *largest]
     token_ids = [*dict.fromkeys(changed)][:_MOST]
-    row["is_changed"] = bool(token_ids)
+    lasts = row["alone"] or bool(biases)
+    row["until"] = _ALWAYS if lasts else max(stops.values(), default=0)
     # The others repeat the first, which changes nothing.
     token_ids += [token_ids[0] if token_ids else 0] * (_MOST - len(token_ids))
     row["token_ids"] = token_ids
     row["biases"] = [biases.get(token_id, 0.0) for token_id in token_ids]
-    row["min_lens"] = [min(stops.get(token_id, 0), (1 << 31) - 1) for token_id in token_ids]
+    row["min_lens"] = [min(stops.get(token_id, 0), _ALWAYS) for token_id in token_ids]
 
 
 def _changed(logits: Tensor, parameters: RowParameters, seq_lens: Tensor) -> Tensor:

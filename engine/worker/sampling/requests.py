@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,7 @@ class Rows:
     has_allowed: bool
     num_logprobs: int
     parameters: RowParameters | None = None
-    of_drafts: RowParameters | None = None
+    of_drafts: dict[str, RowParameters] = field(default_factory=dict)
 
 
 REQUEST = np.dtype(
