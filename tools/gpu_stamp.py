@@ -88,7 +88,8 @@ def notice(stamp: Path = STAMP, root: Path = ROOT) -> str:
     record = json.loads(stamp.read_text())
     changed = changed_sources(record["sources"], source_digests(root))
     if changed:
-        return f"notice: gpu-tests.json covers other sources; changed: {', '.join(changed)}"
+        first = ", ".join(changed[:3]) + (", ..." if len(changed) > 3 else "")
+        return f"notice: gpu-tests.json covers other sources; {len(changed)} changed: {first}"
     if missing := [n for n, marks in ROUNDS.items() if marks not in record.get("rounds", {})]:
         return f"notice: gpu-tests.json lacks a round; run tools/gpu.sh test --round {missing[0]}"
     return f"gpu-tests.json covers these sources: {record['passed']} passed on {record['gpu']}"

@@ -162,3 +162,28 @@ print(gpu_stamp.notice(stamp))
         *["{}"] * 3,
         "notice: gpu-tests.json lacks a round; run tools/gpu.sh test --round 2",
     ]
+
+
+def test_the_notice_of_changed_sources_counts_them_and_names_the_first_three(
+    tmp_path: Path,
+) -> None:
+    code = f"""
+import gpu_stamp, json, pathlib
+root = pathlib.Path({str(tmp_path)!r})
+(root / "ops").mkdir()
+for name in "abcd":
+    (root / "ops" / f"{{name}}.py").write_text(name)
+stamp = root / "stamp.json"
+for stamped in ({{}}, {{"ops/c.py": ""}}, {{"ops/e.py": ""}}):
+    stamp.write_text(json.dumps({{"sources": gpu_stamp.source_digests(root) | stamped}}))
+    print(gpu_stamp.notice(stamp, root))
+stamp.write_text(json.dumps({{"sources": {{}}}}))
+print(gpu_stamp.notice(stamp, root))
+"""
+    prefix = "notice: gpu-tests.json "
+    assert run_tool(code).splitlines() == [
+        prefix + "lacks a round; run tools/gpu.sh test --round 1",
+        prefix + "covers other sources; 1 changed: ops/c.py",
+        prefix + "covers other sources; 1 changed: ops/e.py",
+        prefix + "covers other sources; 4 changed: ops/a.py, ops/b.py, ops/c.py, ...",
+    ]
