@@ -8,12 +8,14 @@ rope, is refused.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -76,7 +78,8 @@ def converted(file: Path, check: Callable[[Path], object]) -> Path:
     except OSError as error:
         raise _unwritable(folder.parent, error) from error
     try:
-        _convert(file, temporary, check)
+        with _parsed_once():
+            _convert(file, temporary, check)
         os.chmod(temporary, 0o755)  # noqa: PTH101 - as other folders, not mkdtemp's own
         try:
             temporary.rename(folder)
@@ -95,6 +98,22 @@ def _unwritable(folder: Path, error: OSError) -> MachineError:
         f"{folder}: cannot be written: {error.strerror or error}; free space, or set "
         "FUSEWRIGHT_CACHE_DIR"
     )
+
+
+@contextmanager
+def _parsed_once() -> Iterator[None]:
+    """Share what ``transformers`` asks of ``gguf`` time and again, which takes most of a conversion:
+    the parsed file, and the names of the weights, which are listed for every module."""
+    gguf: Any = import_module("gguf")
+    shared = ("GGUFReader", "get_tensor_name_map")
+    own = {name: getattr(gguf, name) for name in shared}
+    for name, function in own.items():
+        setattr(gguf, name, functools.cache(function))
+    try:
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(gguf, name, function)
 
 
 def _convert(file: Path, folder: Path, check: Callable[[Path], object]) -> None:

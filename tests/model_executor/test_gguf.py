@@ -138,6 +138,23 @@ def test_a_file_becomes_a_folder_with_its_weights_once(
         model_folder(str(file))
 
 
+def test_a_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its library parses it at each of several calls, a vocabulary of 49,152 tokens for seconds."""
+    parsed: list[str] = []
+    build = gguf.GGUFReader._build_fields
+
+    def counted(reader: Any, *args: Any) -> Any:
+        parsed.append("")
+        return build(reader, *args)
+
+    monkeypatch.setattr(gguf.GGUFReader, "_build_fields", counted)
+    write(file := tmp_path / "tiny.gguf")
+    own = gguf.GGUFReader, gguf.get_tensor_name_map
+    model_folder(str(file))
+    assert len(parsed) == 1
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == own
+
+
 def test_linear_layers_keep_their_integers(tmp_path: Path) -> None:
     """To the numbers that the file stands for, in the order of rows of ``transformers``.  Parts of
     one matrix have one format."""
