@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
@@ -215,17 +215,20 @@ def copied_package(tmp_path: Path) -> Path:
     return package
 
 
-def changed_factors(package: Path, file: str, before: dict[str, str]) -> list[str]:
-    """The names of the factors that another line in a source changes."""
-    path = package / file
-    text = path.read_text()
-    path.write_text(text + "# another line\n")
+def changed_factors(package: Path, files: Iterable[str], before: dict[str, str]) -> set[str]:
+    """The names of the factors that another line in these sources changes."""
+    texts = {package / file: (package / file).read_text() for file in files}
+    for path, text in texts.items():
+        path.write_text(text + "# another line\n")
     after = source_factors(source._MODEL_SOURCES, package)
-    path.write_text(text)
-    return [difference.name for difference in differences(before, after)]
+    for path, text in texts.items():
+        path.write_text(text)
+    return {difference.name for difference in differences(before, after)}
 
 
 def test_editing_a_line_of_any_source_changes_the_key(copied_package: Path) -> None:
+    """Its own factor and no other.  Half of the sources are edited at a time, such that of any two
+    each is once edited without the other: by the digits of their numbers."""
     before = source_factors(source._MODEL_SOURCES, copied_package)
     must = {"source.passes/fuse_act.py", "source.ops/norm/norm.py", "source.csrc/gemm/skinny.cu"}
     must |= {"source.ops/triton_kernels/paged_attention.py"}
@@ -234,8 +237,11 @@ def test_editing_a_line_of_any_source_changes_the_key(copied_package: Path) -> N
     must |= {f"source.{p.as_posix()}" for p in line if p.parts[1] != "inspect"}
     assert must <= {*before}, must - {*before}
     assert before == source_factors(source._MODEL_SOURCES), "the package's place is a factor"
-    for name in before:
-        assert changed_factors(copied_package, name.removeprefix("source."), before) == [name]
+    for bit in range(len(before).bit_length()):
+        for digit in (0, 1):
+            names = {name for i, name in enumerate(before) if i >> bit & 1 == digit}
+            files = (name.removeprefix("source.") for name in names)
+            assert changed_factors(copied_package, files, before) == names
 
 
 def test_values_of_config_that_kernels_hold_are_in_the_key() -> None:
@@ -258,7 +264,7 @@ def test_editing_what_only_inspects_leaves_the_key_as_it_is(copied_package: Path
     files = {path.name for path in (copied_package / "compiler" / "inspect").glob("*.py")}
     assert {"explain.py", "diff.py", "bisect.py", "dump.py"} <= files
     for file in files:
-        assert not changed_factors(copied_package, f"compiler/inspect/{file}", before), file
+        assert not changed_factors(copied_package, [f"compiler/inspect/{file}"], before), file
 
 
 def test_no_source_in_the_key_imports_one_that_only_inspects() -> None:

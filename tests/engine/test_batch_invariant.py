@@ -104,7 +104,7 @@ TIGHT = {"max_num_seqs": 6, "max_num_batched_tokens": 24, "num_gpu_blocks_overri
 
 
 @pytest.mark.slow
-@pytest.mark.product(5)
+@pytest.mark.product(10)
 @pytest.mark.usefixtures("warm", "no_engine_is_left")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("model", "name"), DRAFTED)

@@ -63,12 +63,13 @@ def test_a_prompt_by_itself_replays_one_graph() -> None:
     assert set(counters["mixed"]) == {"FULL"} and counters["mixed"]["FULL"] > 6
 
 
-def test_modes_hold_with_small_chunks_and_small_caches() -> None:
+@pytest.mark.product(2)
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL"])
+def test_modes_hold_with_small_chunks_and_small_caches(mode: str) -> None:
     """Chunks put prefill and decode into one step; a cache of 5 blocks preempts."""
-    for mode in ("FULL_AND_PIECEWISE", "FULL"):
-        llm = make(mode, max_num_batched_tokens=7, num_gpu_blocks_override=7, block_size=8)
-        assert answers(llm) == [p.answer for p in PROBLEMS]
-        assert llm.engine.core.scheduler.num_preemptions > 0
+    llm = make(mode, max_num_batched_tokens=7, num_gpu_blocks_override=7, block_size=8)
+    assert answers(llm) == [p.answer for p in PROBLEMS]
+    assert llm.engine.core.scheduler.num_preemptions > 0
 
 
 def test_stale_inputs_are_noticed() -> None:
@@ -86,6 +87,7 @@ def test_stale_inputs_are_noticed() -> None:
     assert answers(llm) != [p.answer for p in PROBLEMS]
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL"])
 def test_graphs_captured_while_serving_answer_as_those_captured_before(mode: str) -> None:
     """A step captures the graph it needs; between steps the engine may capture one more."""

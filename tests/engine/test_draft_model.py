@@ -65,7 +65,7 @@ def accepted(report: dict[str, Any]) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.product
+@pytest.mark.product(7)
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
 def test_a_model_that_drafts_for_itself_is_right(
     setup: dict[str, Any], expected: list[RequestOutput]
@@ -249,7 +249,7 @@ def test_no_drafts_take_blocks_beyond_max_model_len(words: list[str] | None) -> 
     options = OPTIONS | {"max_model_len": 64, "block_size": 8}
     kind, prompts = (
         params(ignore_eos=True, max_tokens=None, bad_words=words),
-        [*PROMPTS, "ab " * 17],
+        [PROMPTS[0], "ab " * 17],
     )
     right = facts(LLM("abacus", **options).generate(prompts, kind, use_tqdm=False))
     drafter = ITSELF | {"model": "abacus-draft", "num_speculative_tokens": 24}

@@ -154,6 +154,7 @@ def captured(name: str, **given: Any) -> LLM:
 
 
 @pytest.mark.slow
+@pytest.mark.product(2)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_all_passes_behind_a_step_are_one_graph(name: str) -> None:
     """Requests are greedy or sampled; three sequences take the graph of four.  A step is two

@@ -61,7 +61,7 @@ def test_every_request_gets_its_solo_answer(fw_cases: int) -> None:
     rates, numbers = st.sampled_from([0.0, 0.5, 0.9, 1.0]), st.integers(1, 6)
     setup = st.builds(drafting, setups, rates, numbers, st.integers(1, 4), st.booleans())
 
-    @settings(max_examples=60 * fw_cases)
+    @settings(max_examples=30 * fw_cases)
     @given(setup, st.integers(0, 2**32), st.sampled_from([0.1, 0.5, 1.0]))
     def plays(setup: DraftSetup, seed: int, busy: float) -> None:
         check_counts(play(setup, random.Random(seed), num_steps=40, busy=busy))

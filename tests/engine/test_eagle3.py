@@ -196,7 +196,7 @@ def without_drafts(model: str) -> list[Any]:
     return facts(generate(LLM(model, **OPTIONS), FEW))
 
 
-@pytest.mark.product(5)
+@pytest.mark.product(11)
 @pytest.mark.parametrize(
     ("model", "drafter"),
     [("abacus", "abacus-eagle3"), ("abacus", "abacus-draft"), ("abacus-moe", "abacus-draft")],

@@ -126,7 +126,7 @@ def errors(model: Any, got: Any, scales: list[tuple[float, float]] | None) -> Te
 DIALECTS = ("compressed static", "compressed channel", "fp8 block")
 
 
-@pytest.mark.product
+@pytest.mark.product(5)
 @pytest.mark.parametrize(
     ("name", "level", "kv_cache_dtype"),
     [

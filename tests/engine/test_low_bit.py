@@ -133,7 +133,7 @@ def test_logits_are_those_of_the_stored_numbers(
 
 
 @pytest.mark.slow
-@pytest.mark.product(16)
+@pytest.mark.product(18)
 @pytest.mark.parametrize(
     ("name", "tiny", "impl"),
     [*product(("AutoAWQ 32", "GPTQ v1 int4 g128", "mixed precision"), MOES, IMPLS)],
@@ -155,7 +155,7 @@ def test_compiled_experts_answer_as_the_stored_numbers_do(
 
 
 @pytest.mark.slow
-@pytest.mark.product(84)
+@pytest.mark.product(168)
 @pytest.mark.parametrize(
     ("dialect", "level", "impl"), [*product(DIALECTS, (1, 2, 3), IMPLS)], ids=by_name
 )
@@ -177,7 +177,7 @@ SPREAD = [
 
 
 @pytest.mark.slow
-@pytest.mark.product(100)
+@pytest.mark.product(200)
 @pytest.mark.usefixtures("no_engine_is_left")
 @pytest.mark.parametrize(("dialect", "level", "impl"), SPREAD, ids=by_name)
 def test_two_ranks_have_these_logits_too(
@@ -246,7 +246,7 @@ def quantized(name: str) -> Any:
     return model
 
 
-@pytest.mark.product
+@pytest.mark.product(7)
 @pytest.mark.parametrize(
     ("name", "impl", "ranks"),
     [*product(ONLINE, IMPLS, (1,)), *product(("int4_g32", MXFP4), IMPLS, (2,))],
@@ -260,7 +260,7 @@ def test_weights_are_quantized_while_they_are_loaded(
         check_tokens(quantized(name), generate(llm))
 
 
-@pytest.mark.product(6)
+@pytest.mark.product(8)
 @pytest.mark.parametrize("model", ["abacus", "abacus-moe"])
 @pytest.mark.parametrize("name", ["int8", "int4_g32", MXFP4, W8A8])
 def test_bundled_models_stay_accurate(model: str, name: str) -> None:

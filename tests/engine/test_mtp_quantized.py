@@ -199,11 +199,12 @@ def check_drafts(base: Path, quantized: Path, twin: Path) -> None:
     assert len(both) > 10 and equal >= 0.8 * len(both), (equal, len(both))
 
 
-@pytest.mark.product(3)
+@pytest.mark.product(6)
 def test_a_quantized_layer_drafts_and_changes_no_output(folders: Folders) -> None:
     check_drafts(folders.base, folders.quantized, folders.twin)
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize(
     ("quantized_parts", "whole"),
     [(("self_attn", "eh_proj"), ["mlp"]), (("self_attn", "eh_proj", "mlp"), [])],

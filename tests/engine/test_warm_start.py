@@ -282,7 +282,7 @@ def damaged(made: Made, request: pytest.FixtureRequest) -> dict[str, list[Any]]:
     return {name: told[3 * i : 3 * i + 3] for i, name in enumerate(names)}
 
 
-@pytest.mark.product
+@pytest.mark.product(6)
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damage_is_refused_under_require_cache_and_else_repaired(
     damaged: dict[str, list[Any]], name: str, made: Made

@@ -207,6 +207,7 @@ def lowered(source: Source) -> tuple[str, Any, dict[str, int], list[PassReport]]
 WINDOWS = ("sliding_attention",) * 3 + ("full_attention",) + ("sliding_attention",) * 2
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("model_type", [*TYPES, "gemma3_text"])
 def test_unrolled_equals_traced_whole(model_type: str) -> None:
     """The program is the same, and so is what the passes report of each layer."""
