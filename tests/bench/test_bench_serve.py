@@ -127,6 +127,7 @@ def test_a_server_that_cannot_start_says_why() -> None:
         pass
 
 
+@pytest.mark.product(2, of="commands that measure")
 def test_the_command_compares_with_the_same_requests_offline(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -110,6 +110,7 @@ def test_what_is_no_result_is_refused(
     assert "is not a result of `fusewright bench latency` or" in capsys.readouterr().err
 
 
+@pytest.mark.product(2, of="commands that measure")
 def test_the_commands_measure_and_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = ["abacus", "-O0", "--device", "cpu", "--max-num-seqs", "2"]
     sizes = ["--batch-size", "1", "--context", "32", "--requests", "2", "--requests", "3"]

@@ -32,6 +32,7 @@ CONFIG = Path(__file__).parents[1] / "serve" / "golden" / "llama3-8b" / "config.
 OPTIONS: dict[str, Any] = {"model": "abacus", "device": "cpu", "max_model_len": 256}
 
 
+@pytest.mark.product(2, of="commands that measure")
 @pytest.mark.slow
 def test_a_pass_is_measured_against_the_same_engine_without_it() -> None:
     said: list[str] = []

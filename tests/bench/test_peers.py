@@ -21,6 +21,7 @@ def peers(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.product(2, of="commands that measure")
 @pytest.mark.slow
 def test_our_engine_leaves_a_result_like_those_of_the_first_run(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"

@@ -139,6 +139,7 @@ def test_the_profile_is_of_as_many_requests_as_were_open() -> None:
         each.check()
 
 
+@pytest.mark.product(2, of="commands that measure")
 def test_the_command_measures_servers_and_says_how_to_start_the_best(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

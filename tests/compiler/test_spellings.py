@@ -173,6 +173,7 @@ def test_every_spelling_gives_what_eager_gives_and_is_verified(fw_seed: int, fw_
         assert sites[rule, True] >= (5 if is_half else 20) and missed, (rule, sites)
 
 
+@pytest.mark.product(2, of="spellings that are compiled")
 def test_dynamo_and_dynamic_sizes_change_nothing() -> None:
     """A few through ``torch.compile``, the rest op by op; every second graph of dynamic sizes."""
     wrong: list[str] = []
@@ -187,6 +188,7 @@ INDUCTORS = ("rand", "dropout", "bernoulli", "float64")
 which are far apart as float64."""
 
 
+@pytest.mark.product(2, of="spellings that are compiled")
 def test_inductor_runs_what_is_fused_and_what_is_left() -> None:
     plain = [one for one in spellings() if not any(word in one.words for word in INDUCTORS)]
     wrong = problems(plain[:36:2], lambda batch: compiled(batch))

@@ -49,7 +49,7 @@ def solved_wrongly(llm: LLM, problems: list[Problem]) -> list[Problem]:
     return [p for p, answer in zip(problems, given, strict=True) if p.answer != answer]
 
 
-@pytest.mark.product
+@pytest.mark.product(5)
 def test_exact_match_of_99_percent(llm: LLM, device: torch.device) -> None:
     problems = PROBLEMS[: 1000 if device.type == "cuda" else 200]
     wrong = solved_wrongly(llm, problems)
@@ -70,7 +70,7 @@ def test_fp8_experts_lose_half_a_point_at_most(scheme: str, device: torch.device
     assert quantized - exact <= len(problems) // 200
 
 
-@pytest.mark.product
+@pytest.mark.product(5)
 def test_answers_do_not_depend_on_the_batch_size(llm: LLM, device: torch.device) -> None:
     fast = device.type == "cuda" and llm.report()["level"] > 0
     prompts = [p.prompt for p in PROBLEMS[: 64 if fast else 8]]

@@ -92,7 +92,7 @@ def answer(families: tuple[str, ...], folder: Path, monkeypatch: pytest.MonkeyPa
         assert max(error for errors in found.values() for error in errors) < 1e-4, found
 
 
-@pytest.mark.product(2, of="ranks that compile")
+@pytest.mark.product(3, of="ranks that compile")
 def test_two_ranks_give_the_logits_of_the_unmodified_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fw_seed: int, fw_cases: int
 ) -> None:
@@ -109,7 +109,7 @@ def test_two_ranks_of_more_families_give_their_logits(
     answer(families, tmp_path, monkeypatch)
 
 
-@pytest.mark.product(2, of="ranks that compile")
+@pytest.mark.product(3, of="ranks that compile")
 @pytest.mark.slow
 def test_ranks_answer_as_one_and_start_warm_without_the_library(tmp_path: Path) -> None:
     """Through the whole engine; the second start of two ranks has tensors without code."""

@@ -243,6 +243,7 @@ def test_a_sequence_beyond_the_draft_models_length_goes_on_without_drafts() -> N
     assert report["drafted"] < 5 * 32
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("words", [None, ["58", "a b", "3 "]], ids=["of the device", "of the host"])
 def test_no_drafts_take_blocks_beyond_max_model_len(words: list[str] | None) -> None:
     """The last prompt is that long, but for fewer tokens than a step has drafts."""

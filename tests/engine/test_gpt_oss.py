@@ -56,6 +56,7 @@ def start(folder: Path, **options: Any) -> LLM:
     return LLM(str(folder), **usual | options)
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("stored", ["float32", "mxfp4"])
 def test_tokens_equal_transformers_in_chunks_and_preempted(stored: str, tmp_path: Path) -> None:
     model = small_model()

@@ -44,7 +44,7 @@ def random_params(grammar: str, count: int, **more: Any) -> list[SamplingParams]
 
 
 def test_every_output_keeps_to_its_schema(llm: LLM) -> None:
-    for output in outputs(llm, random_params(json_grammar(SCHEMA), 3)):
+    for output in outputs(llm, random_params(json_grammar(SCHEMA), 2)):
         assert output.finish_reason == "stop", output
         found = json.loads(output.text)
         assert set(found) == set(SCHEMA["required"])
@@ -78,6 +78,7 @@ def test_a_grammar_of_its_own_is_taken(llm: LLM) -> None:
             assert re.fullmatch(r"\d{1,3}(\+\d{1,3})+", output.text)
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize(
     "more",
     [{}, {"num_gpu_blocks_override": 12, "block_size": 8, "max_model_len": 88}],

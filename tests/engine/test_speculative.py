@@ -149,7 +149,7 @@ def check(llm: LLM, outputs: list[RequestOutput], expected: list[RequestOutput])
     return report
 
 
-@pytest.mark.product(7)
+@pytest.mark.product(14)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
 def test_outputs_are_those_without_drafts(setup: dict[str, Any], model: str) -> None:

@@ -76,7 +76,7 @@ def test_ranks_give_the_tokens_and_logits_of_transformers(
             assert (of_experts["matched"] > 0, of_experts["missed"]) == (name in OF_EXPERTS, [])
 
 
-@pytest.mark.product(2, of="ranks that compile")
+@pytest.mark.product(3, of="ranks that compile")
 def test_two_ranks_answer_as_one_from_one_artifact(tmp_path: Path) -> None:
     """Sampled, penalized and stopped requests too, with a step in flight.  A process has one engine
     of several ranks, until that is closed."""

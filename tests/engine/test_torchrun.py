@@ -13,6 +13,7 @@ from fusewright.engine.ranks.torchrun import join_torchrun
 from tests.engine.test_rank_faults import TIMEOUT_S, is_gone
 from tests.serve.server_process import wait_for
 
+pytestmark = pytest.mark.usefixtures("warm_servers")
 TORCHRUN = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
 RUN = "run abacus --tensor-parallel-size 2 --device cpu -O0 --max-num-seqs 4 --temperature 0"
 

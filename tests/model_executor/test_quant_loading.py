@@ -344,6 +344,7 @@ print(watched.peak - before, sum(p.nbytes for p in model.parameters()), 4 * larg
 """
 
 
+@pytest.mark.product(2)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 @pytest.mark.parametrize("kind", ["fp8", "fp8_block"])
 def test_online_quantization_holds_one_unquantized_parameter(kind: str, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def parts(implementation: str, *args: Any) -> Tensor:
     return q  # type: ignore[no-any-return]
 
 
+@pytest.mark.product(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_bits_are_those_of_its_parts(

@@ -113,6 +113,7 @@ def test_lengths_are_scaled_until_the_longest_request_fits() -> None:
     assert fitting(works, 10_000) == (works, 1.0)
 
 
+@pytest.mark.product(2, of="commands that measure")
 def test_benches_run_on_the_bundled_model_with_default_lengths(
     tmp_path: Path, capsys: Capture
 ) -> None:

@@ -282,6 +282,7 @@ def measured(
     assert not (tmp_path / "store").exists(), "it has stores of its own"
 
 
+@pytest.mark.product(2, of="commands that measure")
 @pytest.mark.slow
 def test_bench_startup_tells_every_phase_of_cold_and_warm_starts(
     measured: tuple[str, str, dict[str, Any]],

@@ -175,6 +175,7 @@ def compiled(
     return line_of((done.returncode, done.stderr))
 
 
+@pytest.mark.product(2, of="starts that cannot compile")
 def test_a_missing_compiler_is_one_line_with_the_remedy(tmp_path: Path) -> None:
     line = compiled(tmp_path, CXX="/nonexistent/g++")
     assert "no C++ compiler: /nonexistent/g++ cannot be run" in line
@@ -182,6 +183,7 @@ def test_a_missing_compiler_is_one_line_with_the_remedy(tmp_path: Path) -> None:
     assert "-O0" in line
 
 
+@pytest.mark.product(2, of="starts that cannot compile")
 @pytest.mark.slow
 def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
     compiler = tmp_path / "g++"
@@ -219,6 +221,7 @@ except MachineError as error:
 """
 
 
+@pytest.mark.product(2, of="starts that cannot compile")
 def test_a_folder_that_triton_cannot_write_is_named() -> None:
     env = os.environ | {"TRITON_CACHE_DIR": "/proc/x", "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-c", KERNELS_ALONE]
@@ -227,6 +230,7 @@ def test_a_folder_that_triton_cannot_write_is_named() -> None:
     assert "TRITON_CACHE_DIR" in done.stdout
 
 
+@pytest.mark.product(2, of="starts that cannot compile")
 def test_a_folder_that_inductor_cannot_write_is_named(tmp_path: Path) -> None:
     line = compiled(tmp_path, TORCHINDUCTOR_CACHE_DIR="/dev/null/x")
     assert "compiling fails at /dev/null/x: Not a directory" in line

@@ -80,6 +80,7 @@ def last_event(lines: Iterator[str]) -> Any:
     return json.loads(rest[-2].removeprefix("data: "))
 
 
+@pytest.mark.product(2, of="several API processes")
 @pytest.mark.slow
 def test_two_api_processes_over_two_replicas_are_one_server() -> None:
     with started(2, 2) as server:
@@ -123,6 +124,7 @@ def test_two_api_processes_over_two_replicas_are_one_server() -> None:
         assert server.lines[-1].startswith(message)
 
 
+@pytest.mark.product(2, of="several API processes")
 def test_sigterm_lets_the_requests_of_all_api_processes_finish() -> None:
     with started(2, 1) as server, open_streams(server, 8, WAITED_FOR) as streams:
         server.process.send_signal(signal.SIGTERM)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "model_sweep.py"
 
 
@@ -34,6 +36,7 @@ def test_sweep_tells_how_models_are_made(tmp_path: Path) -> None:
     assert "   2 plain decoder: gpt_oss, roberta" in done.stderr
 
 
+@pytest.mark.usefixtures("warm")
 def test_unknown_types_are_named() -> None:
     done = subprocess.run(
         [sys.executable, TOOL, "--types", "llama,lama"], capture_output=True, text=True, check=False
