@@ -307,9 +307,9 @@ def test_damage_is_refused_under_require_cache_and_else_repaired(
 
 @dataclass(frozen=True)
 class Unkept:
-    """What starts said that could keep nothing, and what lay about behind them."""
+    """What starts said that could keep nothing, by their tests, and what lay about behind them."""
 
-    told: list[Any]
+    told: dict[str, Any]
     scratch: list[Path]
     at_home: list[Path]
     read_only: list[Path]
@@ -318,10 +318,9 @@ class Unkept:
 
 @pytest.fixture(scope="module")
 def unkept(made: Made, request: pytest.FixtureRequest) -> Iterator[Unkept]:
-    """One process starts without a cache, with one that it cannot write, and on a full disk if this
-    run has the test of it."""
-    names = {item.name for item in request.session.items if item.path == request.path}
-    number = 3 if test_a_cache_whose_disk_is_full_is_a_warning.__name__ in names else 2
+    """One process starts without a cache, with one that it cannot write, and on a full disk: as
+    this run has the tests of it."""
+    of_run = {item.name for item in request.session.items if item.path == request.path}
     top = made.folder / "unkept"
     scratch, home, read_only = top / "scratch", top / "absent" / "home", top / "read-only"
     scratch.mkdir(parents=True)
@@ -332,17 +331,24 @@ def unkept(made: Made, request: pytest.FixtureRequest) -> Iterator[Unkept]:
     writable(read_only, False)
     without = ["--no-cache" if w == "--compile-cache-dir" else w for w in made.argv()[:-1]]
     with small_disk(top / "disk", 64) as disk:
-        stores = [made.argv(store=folder / "store") for folder in (read_only, disk)]
+        starts = {
+            test_no_cache_leaves_nothing_behind.__name__: without,
+            test_a_cache_that_cannot_be_written_is_a_warning.__name__: made.argv(
+                store=read_only / "store"
+            ),
+            test_a_cache_whose_disk_is_full_is_a_warning.__name__: made.argv(store=disk / "store"),
+        }
+        asked = [name for name in starts if name in of_run]
         done = run(
             "commands",
             env=environment(top) | {"TMPDIR": str(scratch)},
             before=bound_by_modes(),
-            argvs=[[*argv, "-O1"] for argv in (without, *stores)[:number]],  # compiles least
+            argvs=[[*starts[name], "-O1"] for name in asked],  # compiles least
         )
         full = [list((disk / "store").glob(f"{name}/*")) for name in ("artifacts", "tmp")]
     at_home = [*home.parent.rglob("*")] if home.parent.exists() else []
     yield Unkept(
-        done["told"],
+        dict(zip(asked, done["told"], strict=True)),
         [path for path in scratch.iterdir() if path != link],
         [p for p in at_home if p != home and home / ".nv" not in (p, *p.parents)],
         list(read_only.iterdir()),
@@ -351,15 +357,17 @@ def unkept(made: Made, request: pytest.FixtureRequest) -> Iterator[Unkept]:
     writable(top, True)
 
 
+@pytest.mark.product(2, of="caches that keep nothing")
 def test_no_cache_leaves_nothing_behind(unkept: Unkept) -> None:
-    code, out, err = unkept.told[0]
+    code, out, err = unkept.told[test_no_cache_leaves_nothing_behind.__name__]
     assert (code, answer(out), without_progress(err)) == (0, SUM, "")
     assert not unkept.scratch
     assert not unkept.at_home, "HOME, but for what NVIDIA's driver keeps there, and stores"
 
 
+@pytest.mark.product(2, of="caches that keep nothing")
 def test_a_cache_that_cannot_be_written_is_a_warning(made: Made, unkept: Unkept) -> None:
-    code, out, err = unkept.told[1]
+    code, out, err = unkept.told[test_a_cache_that_cannot_be_written_is_a_warning.__name__]
     assert unkept.read_only == []
     assert (code, answer(out), without_progress(err).count("\n")) == (0, SUM, 1)
     store = made.folder / "unkept" / "read-only" / "store"
@@ -368,7 +376,7 @@ def test_a_cache_that_cannot_be_written_is_a_warning(made: Made, unkept: Unkept)
 
 @pytest.mark.thorough  # tests/compiler/test_store_faults.py fills a disk below a store
 def test_a_cache_whose_disk_is_full_is_a_warning(made: Made, unkept: Unkept) -> None:
-    code, out, err = unkept.told[2]
+    code, out, err = unkept.told[test_a_cache_whose_disk_is_full_is_a_warning.__name__]
     assert (code, answer(out), without_progress(err).count("\n")) == (0, SUM, 1), err
     store = made.folder / "unkept" / "disk" / "store"
     assert f"{store} cannot be written: what is compiled now will be compiled again" in err

@@ -252,6 +252,7 @@ def asked() -> Iterator[list[Question]]:
         server.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.product
 @pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
 def test_a_storm_loses_no_answer_and_no_block(

@@ -12,6 +12,7 @@ import pytest
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "model_sweep.py"
 
 
+@pytest.mark.slow
 def test_sweep_tells_how_models_are_made(tmp_path: Path) -> None:
     out = tmp_path / "sweep.jsonl"
     types = "gpt_oss,bloom,dbrx,gemma4_assistant,roberta,mamba"

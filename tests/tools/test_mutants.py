@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TOOL = Path(__file__).parents[2] / "tools" / "mutants.py"
 SOURCE = '''"""A text: 1 + 1."""
 from __future__ import annotations
@@ -70,6 +72,7 @@ def run(root: Path, *options: str) -> tuple[int, str, list[dict[str, str]]]:
     return done.returncode, done.stdout, json.loads(output.read_text())["edits"]
 
 
+@pytest.mark.slow
 def test_every_edit_is_tested_in_a_copy_and_survivors_are_named(tmp_path: Path) -> None:
     root = checkout(tmp_path)
     status, said, edits = run(root, "--count", "1000", "--jobs", "2")
