@@ -95,7 +95,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--fw-storm",
         type=int,
-        default=240,
+        default=160,
         help="requests of the storm on the server; 20000 is the full size",
     )
     parser.addoption(

@@ -44,6 +44,7 @@ def watched(llm: LLM) -> dict[str, list[int]]:
     return seen
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_as_many_drafts_are_right_as_if_the_host_waited(name: str) -> None:
     """Also for prompts in several chunks, and behind cached prefixes: each comes twice."""
@@ -61,6 +62,7 @@ def test_as_many_drafts_are_right_as_if_the_host_waited(name: str) -> None:
     assert device["mean_length"] > 0.97 * host["mean_length"]
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_step_with_drafts_is_launched_while_the_one_before_runs(name: str) -> None:
     llm = LLM("abacus", **OPTIONS, speculative_config=DRAFTERS[name])
@@ -71,6 +73,7 @@ def test_a_step_with_drafts_is_launched_while_the_one_before_runs(name: str) -> 
     assert all(seen["drafts"][1:-4]), "a step had no drafts"
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_nobody_waits_where_no_drafts_have_a_place(name: str) -> None:
     """The last tokens before ``max_model_len`` are fewer than the drafts of a step."""
@@ -231,6 +234,7 @@ def test_rows_of_full_graphs_are_no_more_than_tokens() -> None:
     assert drafts["error"] == "" and drafts["accepted"] > 20
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_prompt_of_one_token_has_drafts(name: str) -> None:
     """A head reads none of it: a row follows a token's hidden state."""

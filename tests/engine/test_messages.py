@@ -86,6 +86,7 @@ PARAMS = [
 ]
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("num_blocks", [64, 5], ids=["", "with preemption"])
 def test_a_model_answers_alike_when_all_passes_as_bytes(num_blocks: int) -> None:
     def answers(remote: bool) -> Any:

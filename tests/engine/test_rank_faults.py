@@ -52,6 +52,7 @@ def others(llm: LLM) -> list[int]:
     return list(llm.report()["ranks"]["processes"])
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize(
     ("number", "reason"),
     [
@@ -100,6 +101,7 @@ def break_connections(descriptors: set[int]) -> None:
             end.shutdown(socket.SHUT_RDWR)
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize(
     ("family", "reason"),
     [

@@ -39,7 +39,7 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
         yield made
 
 
-@pytest.mark.product(2)
+@pytest.mark.product
 @pytest.mark.parametrize("level", [1, 2])
 def test_an_engine_that_wakes_up_answers_as_before(llm: LLM, level: int) -> None:
     before, held = answers(llm), held_bytes(llm)

@@ -107,7 +107,7 @@ def test_requests_of_several_threads_run_in_one_batch() -> None:
     assert max(batch.num_seqs for batch in batches.batches) == 8
 
 
-@pytest.mark.product(2)
+@pytest.mark.product
 @pytest.mark.parametrize("seed", range(4))
 def test_threads_that_come_and_go_lose_nothing(seed: int) -> None:
     setup = Setup(num_blocks=24, max_num_seqs=4, prefix_caching=True)

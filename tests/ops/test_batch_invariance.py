@@ -167,6 +167,7 @@ class Sequences:
         return list(out.split(counts))
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("implementation", INVARIANT)
 @pytest.mark.parametrize("window", [0, 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

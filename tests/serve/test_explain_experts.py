@@ -74,6 +74,7 @@ def test_every_layer_is_one_op_between_attention_and_rotary(folder: Path, capsys
     assert f"`fusewright tune moe {folder} --output DIR`" in note
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("kind", ["fp8", "fp8_block"])
 def test_fp8_experts_run_the_grouped_gemm_from_fewer_tokens_on(
     folder: Path, capsys: Capture, kind: str

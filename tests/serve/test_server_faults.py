@@ -130,6 +130,7 @@ def test_a_drain_needs_nobody_who_reads_stderr(stderr: str) -> None:
         assert server.ended() == 0
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("flags", [(), ("--shutdown-timeout", "0")], ids=["twice", "in no time"])
 def test_a_second_sigterm_or_the_end_of_time_answers_everyone(flags: tuple[str, ...]) -> None:
     with started(*flags) as server:
