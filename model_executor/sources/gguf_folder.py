@@ -102,7 +102,7 @@ def _unwritable(folder: Path, error: OSError) -> MachineError:
 
 @contextmanager
 def _parsed_once() -> Iterator[None]:
-    """Share what ``transformers`` asks of ``gguf`` time and again, which takes most of a conversion:
+    """Share what ``transformers`` asks of ``gguf`` at each call, most of the time of a conversion:
     the parsed file, and the names of the weights, which are listed for every module."""
     gguf: Any = import_module("gguf")
     shared = ("GGUFReader", "get_tensor_name_map")
