@@ -231,6 +231,8 @@ def _why_no_end(chain: Reading) -> str:
     """Why a chain cannot end here, or nothing."""
     if chain.scale is not None:
         return "what is quantized goes to no linear layer"
+    if not Chain(chain.stages).adds:
+        return "it would end before anything is added to the residual"
     early = [u for t in chain.totals for u in t.users if u < chain.value and u not in chain.nodes]
     return f"the sum is used before the next layer, by {op_name(early[0])}" if early else ""
 

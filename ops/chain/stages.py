@@ -256,6 +256,11 @@ class Chain:
         return any(isinstance(s, AllReduce) or getattr(s, "reduce", False) for s in self.stages)
 
     @cached_property
+    def adds(self) -> bool:
+        """Whether anything is added to the residual stream, as a chain must."""
+        return any(stage.kind in ("add", "add_norm") for stage in self.stages)
+
+    @cached_property
     def ends_in_sum(self) -> bool:
         """Whether the result is the sum of the residual stream."""
         return next(s for s in reversed(self.stages) if s.kind != "scale").kind == "add"
@@ -289,7 +294,7 @@ def parse(text: str) -> Chain:
     if isinstance(tree, ast.Compare) and all(isinstance(sign, ast.Gt) for sign in tree.ops):
         calls = [tree.left, *tree.comparators]
     chain = Chain(tuple(_stage(call, text) for call in calls))
-    if not any(stage.kind in ("add", "add_norm") for stage in chain.stages):
+    if not chain.adds:
         raise ValueError(f"chain {text!r} adds nothing to the residual, expected an add_norm")
     return chain
 
