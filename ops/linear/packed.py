@@ -25,9 +25,9 @@ _LINE_COLUMNS, _UNIT_ROWS = 256, 16
 _MOST_COLUMNS = 28672
 STREAMED_ROWS = 8
 """The most rows of the streaming kernel, which alone joins layers that share a norm."""
-# Integers by 16 rows take a layer of Llama-3-8B 91 us, and Triton 80; by 64 rows 115, and Triton
-# 127 (docs/lab/linear.md).
-_FEWER_ROWS_OF_TRITON = 32
+# Integers by 16 rows take a layer of Llama-3-8B 91 us, and Triton 82; by 64 rows, whose tile serves
+# all from 17 on, 97, and Triton 107 by 32 (docs/lab/linear.md).
+_FEWER_ROWS_OF_TRITON = 16
 _ALONE, _ZEROS, _ROW_SCALES = "alone", "with zero points", "with scales of rows"
 _READ: dict[tuple[bool, str, int], tuple[str, ...]] = {
     (False, "float16", 128): (_ALONE, _ZEROS),

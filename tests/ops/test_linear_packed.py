@@ -197,9 +197,9 @@ def test_the_op_computes_as_its_definition(name: str, kernels: Any) -> None:
 
 
 def test_rows_choose_the_kernel() -> None:
-    chosen = {rows: select(DESC, rows, H200).kernel for rows in (1, 8, 9, 32, 33, 256, 257)}
-    by_csrc = {1: PACKED, 8: PACKED, 33: PACKED, 256: PACKED}
-    assert chosen == by_csrc | {9: LOW_BIT, 32: LOW_BIT, 257: LOW_BIT_ONCE}
+    chosen = {rows: select(DESC, rows, H200).kernel for rows in (1, 8, 9, 16, 17, 256, 257)}
+    by_csrc = {1: PACKED, 8: PACKED, 17: PACKED, 256: PACKED}
+    assert chosen == by_csrc | {9: LOW_BIT, 16: LOW_BIT, 257: LOW_BIT_ONCE}
     floats = replace(DESC, weight_format="mxfp4")
     assert [select(floats, rows, H200).kernel for rows in (8, 9, 256)] == [PACKED] * 3
     small = replace(DESC, weight_format="int4_g32")

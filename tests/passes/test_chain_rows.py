@@ -8,7 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.passes.test_fuse_chain import N1, SIZE, L, Model, N, chains, dense, fused, norm
+from fusewright import ops
+from tests.passes.test_fuse_chain import (
+    N1,
+    SIZE,
+    L,
+    Model,
+    N,
+    chains,
+    dense,
+    fp8,
+    fused,
+    halved,
+    norm,
+)
 
 layer_norm = torch.ops.fw.layer_norm.default
 P, P1 = "norm(weight, eps=1e-05)", "norm(weight, eps=1e-05, offset=1.0)"
@@ -110,3 +123,19 @@ def broadcast(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
 def test_rows_are_joined_as_far_as_one_launch_computes_them(model: Model, texts: list[str]) -> None:
     gm, _ = fused(model)
     assert chains(gm) == texts
+
+
+def test_layers_before_a_sum_that_no_chain_may_hold_are_none() -> None:
+    """Two layers read the sum's norm.  A kernel has the FP8 layers before it, and adds nothing."""
+
+    def model(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
+        total = r + fp8(ops.silu_mul(fp8(x, w)), halved(w))
+        q, scale = ops.quant_fp8_dynamic(norm(total, nw), 0)
+        weight, of_rows = w.view(SIZE, SIZE).to(torch.float8_e4m3fn), torch.ones(SIZE, 1)
+        return [ops.linear(q, weight, b, scale, of_rows, torch.bfloat16) for b in (None, nw)]
+
+    gm, report = fused(model)
+    assert not chains(gm)
+    assert {site.reason for site in report.missed} == {
+        "add_rms_norm_quant_dynamic is also read by linear"
+    }

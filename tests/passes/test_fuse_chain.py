@@ -303,14 +303,6 @@ def summed_by_nobody(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
     return dense(norm(total, nw), w)
 
 
-def nothing_added(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
-    """Layers that a chain would hold if it could end before the sum, whose norm has two readers."""
-    total = r + fp8(ops.silu_mul(fp8(x, w)), halved(w))
-    q, scale = ops.quant_fp8_dynamic(norm(total, nw), 0)
-    weight, of_rows = w.view(SIZE, SIZE).to(torch.float8_e4m3fn), torch.ones(SIZE, 1)
-    return [ops.linear(q, weight, b, scale, of_rows, torch.bfloat16) for b in (None, nw)]
-
-
 def activated_alone(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
     return ops.quant_fp8_dynamic(ops.silu_mul(torch.cat((x,) * 8, -1)), 128)
 
@@ -330,7 +322,6 @@ def activated_alone(x: Tensor, r: Tensor, w: Tensor, nw: Tensor) -> Any:
         (static, "has a static scale, for which there is no kernel"),
         (other_dtype, "the layer makes torch.float32, where the chain began in torch.bfloat16"),
         (summed_by_nobody, "comes from"),
-        (nothing_added, "is also read by"),
         (activated_alone, "comes from cat, not from a linear layer"),
         (experts.shared_reads_the_norm, "a shared expert reads the norm too"),
         (experts.no_linear_before, "not from a linear layer"),
