@@ -62,7 +62,7 @@ Tensor draw_tokens(const Tensor& logits, const Tensor& temperature,
   if (!logits.is_cuda()) fail(kOp, "logits are not on a CUDA device");
   const int64_t limit = int64_t{1} << 31;
   if (logits.dim() != 2 || logits.size(1) < 1 || logits.size(1) >= limit ||
-      logits.size(0) >= limit / kMaxBlocks || (logits.size(1) > 1 && logits.stride(1) != 1)) {
+      logits.size(0) >= limit / kMostBlocks || (logits.size(1) > 1 && logits.stride(1) != 1)) {
     fail(kOp, "logits have shape ", shape_of(logits),
          ", expected [num_seqs, 1 or more] without gaps in rows");
   }

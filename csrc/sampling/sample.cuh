@@ -26,6 +26,7 @@ namespace fusewright::sampling {
 constexpr int kWarpSize = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kThreads = 1024;
+constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kDigitBits = 8;
 constexpr int kBins = 1 << kDigitBits;
 constexpr int kCopies = 16;              // of a histogram
@@ -38,10 +39,13 @@ constexpr float kRounding = 1e-6f;  // more than a quotient and a sum are rounde
 
 using Sum = unsigned long long;
 
+// Each exchange between a block's warps has an array of its own: no barrier of the block lies
+// between what reads one and what writes the next.
 struct BlockState {
   Inbox bins[2], bests, outsides, winners;
-  Sum best_of[kMaxBlocks], outside_of[kMaxBlocks], winner_of[kMaxBlocks];  // by rank
-  Sum warp_sums[kWarpSize];
+  Sum best_of[kMostBlocks], outside_of[kMostBlocks], winner_of[kMostBlocks];  // by rank
+  uint32_t warp_bests[kWarps];
+  Sum warp_outsides[kWarps], warp_bins[kBins / kWarpSize], warp_winners[kWarps];
   Sum target, remaining;  // remaining: 0 where the bins do not hold the target
   uint32_t digit;
 };
@@ -52,11 +56,24 @@ __device__ __forceinline__ uint32_t ordered(float v) {
 }
 
 // The largest of a warp.
+__device__ __forceinline__ uint32_t warp_max(uint32_t v) { return __reduce_max_sync(kAllLanes, v); }
+
 __device__ __forceinline__ Sum warp_max(Sum v) {
   const uint32_t high = static_cast<uint32_t>(v >> 32);
   const uint32_t highest = __reduce_max_sync(kAllLanes, high);
   const uint32_t low = high == highest ? static_cast<uint32_t>(v) : 0;
   return Sum{highest} << 32 | __reduce_max_sync(kAllLanes, low);
+}
+
+// The largest of a block, in its first warp.
+template <typename V>
+__device__ __forceinline__ V block_max(V v, V (&warp_maxima)[kWarps]) {
+  static_assert(kWarps == kWarpSize);
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  v = warp_max(v);
+  if (lane == 0) warp_maxima[warp] = v;
+  __syncthreads();
+  return warp == 0 ? warp_max(warp_maxima[lane]) : 0;
 }
 
 template <typename F>
@@ -126,21 +143,12 @@ struct Row {
       if (i < count) least = min(least, uint32_t{key});
     }
     if (least < F::kLowest) best = F::kHighest + 1;  // a NaN whose sign is set
-    best = static_cast<uint32_t>(largest_of_block(best));
+    best = block_max(best, state.warp_bests);
     const int lane = threadIdx.x % kWarpSize;
     cluster_wait();
     if (threadIdx.x < blocks) state.bests.send(&state.best_of[rank], best, lane);
     state.bests.wait(0);
     return static_cast<uint32_t>(warp_max(lane < blocks ? state.best_of[lane] : 0));
-  }
-
-  // In the first warp.
-  __device__ Sum largest_of_block(Sum v) {
-    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    v = warp_max(v);
-    if (lane == 0) state.warp_sums[warp] = v;
-    __syncthreads();
-    return warp == 0 ? warp_max(lane < kThreads / kWarpSize ? state.warp_sums[lane] : 0) : 0;
   }
 
   // The copies of each bin added up, told to all blocks, and zero again.
@@ -172,7 +180,7 @@ struct Row {
   // Tells all blocks what lies below the window, of which each thread has a part.
   __device__ void send_outside() {
     if (threadIdx.x >= kWarpSize) return;
-    Sum sum = threadIdx.x < kThreads / kWarpSize ? state.warp_sums[threadIdx.x] : 0;
+    Sum sum = state.warp_outsides[threadIdx.x];
 #pragma unroll
     for (int step = 1; step < kWarpSize; step *= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
     if (threadIdx.x < blocks) state.outsides.send(&state.outside_of[rank], sum, threadIdx.x);
@@ -198,7 +206,7 @@ struct Row {
         const Sum below = __shfl_up_sync(kAllLanes, sum, step);
         if (lane >= step) sum += below;
       }
-      if (lane == kWarpSize - 1) state.warp_sums[warp] = sum;
+      if (lane == kWarpSize - 1) state.warp_bins[warp] = sum;
     }
     __syncthreads();
     if (bin >= 0) {
@@ -206,7 +214,7 @@ struct Row {
 #pragma unroll
       for (int i = 0; i < kBins / kWarpSize; ++i) {
         if (i == warp) sum += total;
-        total += state.warp_sums[i];
+        total += state.warp_bins[i];
       }
       const Sum target = target_of(total);
       if (sum >= target && sum - own < target) {
@@ -253,7 +261,7 @@ struct Row {
       const Sum low = __reduce_add_sync(kAllLanes, outside.x);
       const Sum high = __reduce_add_sync(kAllLanes, outside.y);
       if (threadIdx.x % kWarpSize == 0) {
-        state.warp_sums[threadIdx.x / kWarpSize] = low + (high << kPartBits);
+        state.warp_outsides[threadIdx.x / kWarpSize] = low + (high << kPartBits);
       }
     }
     __syncthreads();
@@ -343,7 +351,7 @@ struct Row {
 
   // The largest of the row's winners, in the first warp of the block of rank 0.
   __device__ Sum largest_of_row(Sum winner) {
-    winner = largest_of_block(winner);
+    winner = block_max(winner, state.warp_winners);
     if (threadIdx.x == 0) state.winners.send(&state.winner_of[rank], winner, 0);
     if (rank != 0 || threadIdx.x >= kWarpSize) return 0;
     state.winners.wait(0);

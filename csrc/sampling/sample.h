@@ -7,7 +7,7 @@
 
 namespace fusewright::sampling {
 
-constexpr int kMaxBlocks = 16;  // a cluster has no more
+constexpr int kMostBlocks = 8;  // a row; larger clusters are not portable
 
 enum class Element { kBFloat16, kHalf, kFloat };
 

@@ -6,8 +6,9 @@
 
 namespace fusewright::sampling {
 
-constexpr int kMostBlocks = 8;                  // a row; more would not be portable
-constexpr int kMaxSharedBytes = 232448 - 1024;  // of a block of sm_90, less the static part
+constexpr int kStaticBytes = 1024;
+static_assert(sizeof(BlockState) <= kStaticBytes);
+constexpr int kMaxSharedBytes = 232448 - kStaticBytes;  // of a block of sm_90, dynamic
 // Clusters of 8 and of 4 do not fill the multiprocessors: 96 of 132 always run at once.
 constexpr int kBlocksAtOnce = 96;
 
