@@ -61,24 +61,27 @@ inline unsigned __ballot_sync(unsigned mask, bool vote) {
 
 inline bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
 
-template <typename Combine>
-inline int emulator_reduce(const char* name, unsigned mask, int value, const Combine& combine) {
+template <typename Value, typename Combine>
+inline Value emulator_reduce(const char* name, unsigned mask, Value value, const Combine& combine) {
+  static_assert(sizeof(Value) == 4);
   const emulator::Words words = emulator::meet(name, mask, {static_cast<uint32_t>(value)});
-  int result = value;
+  Value result = value;
   for (int lane = 0; lane < emulator::kWarpLanes; ++lane) {
     const bool other = lane != emulator::machine.thread->lane();
-    if (other && (mask >> lane & 1)) result = combine(result, static_cast<int>(words[lane][0]));
+    if (other && (mask >> lane & 1)) result = combine(result, static_cast<Value>(words[lane][0]));
   }
   return result;
 }
 
-inline int __reduce_max_sync(unsigned mask, int value) {
+template <typename Value>  // int or unsigned
+inline Value __reduce_max_sync(unsigned mask, Value value) {
   return emulator_reduce("__reduce_max_sync", mask, value,
-                         [](int a, int b) { return a < b ? b : a; });
+                         [](Value a, Value b) { return a < b ? b : a; });
 }
 
-inline int __reduce_add_sync(unsigned mask, int value) {
-  return emulator_reduce("__reduce_add_sync", mask, value, [](int a, int b) { return a + b; });
+template <typename Value>
+inline Value __reduce_add_sync(unsigned mask, Value value) {
+  return emulator_reduce("__reduce_add_sync", mask, value, [](Value a, Value b) { return a + b; });
 }
 
 // ---- a block, and memory that blocks share
@@ -128,6 +131,8 @@ inline Value atomicAdd(Value* at, std::type_identity_t<Value> addend) {
   return std::exchange(*at, *at + addend);
 }
 
+#define cudaGridDependencySynchronize emulator::wait_for_previous
+
 inline size_t __cvta_generic_to_shared(const void* pointer) { return emulator::offset_of(pointer); }
 
 // ---- numbers
@@ -146,8 +151,29 @@ inline unsigned __vcmpeq2(unsigned a, unsigned b) {
   const unsigned differ = a ^ b;
   return (differ & 0xffffu ? 0 : 0xffffu) | (differ >> 16 ? 0 : 0xffff0000u);
 }
+template <typename Choose>
+inline unsigned emulator_each_half(unsigned a, unsigned b, const Choose& choose) {
+  return choose(a & 0xffffu, b & 0xffffu) | choose(a >> 16, b >> 16) << 16;
+}
+inline unsigned __vmaxu2(unsigned a, unsigned b) {
+  return emulator_each_half(a, b, [](unsigned x, unsigned y) { return x < y ? y : x; });
+}
+inline unsigned __vminu2(unsigned a, unsigned b) {
+  return emulator_each_half(a, b, [](unsigned x, unsigned y) { return x < y ? x : y; });
+}
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+// Downwards, of numbers whose sum a double holds.
+inline float __fadd_rd(float a, float b) {
+  const double sum = static_cast<double>(a) + b;
+  const float nearest = static_cast<float>(sum);
+  return nearest > sum ? std::nextafter(nearest, -INFINITY) : nearest;
+}
 inline float emulator_rsqrt(float value) { return 1.0f / std::sqrt(value); }
 #define rsqrtf emulator_rsqrt
+inline float emulator_log2(float value) { return std::log2(value); }
+#define __log2f emulator_log2
 
 #define FW_MIN_MAX(LEFT, RIGHT, RESULT)                                 \
   inline RESULT min(LEFT a, RIGHT b) { return std::min<RESULT>(a, b); } \
@@ -156,5 +182,6 @@ FW_MIN_MAX(int, int, int)
 FW_MIN_MAX(unsigned, unsigned, unsigned)
 FW_MIN_MAX(unsigned, int, unsigned)
 FW_MIN_MAX(int64_t, int64_t, int64_t)
+FW_MIN_MAX(unsigned long long, unsigned long long, unsigned long long)
 FW_MIN_MAX(float, float, float)
 #undef FW_MIN_MAX

@@ -234,7 +234,11 @@ void run_clusters(std::vector<std::unique_ptr<Cluster>>& clusters) {
     }
     if (!any_of(threads, [](const Thread& thread) { return !thread.ended; })) break;
     if (machine.events.empty()) fail_deadlocked(threads);
-    happen_now(random ? dice() % machine.events.size() : 0);
+    // Until a phase ends, nobody can go on.
+    const uint64_t ended = Phase::ended;
+    do {
+      happen_now(random ? dice() % machine.events.size() : 0);
+    } while (!random && !machine.events.empty() && Phase::ended == ended);
   }
   while (!machine.events.empty()) happen_now(machine.events.size() - 1);
   for (const auto& cluster : clusters) {

@@ -54,6 +54,12 @@ void* guarded_memory(size_t bytes);
 // Counts phases; whoever waits goes on when the phase has changed.
 struct Phase {
   uint32_t number = 0;
+  static inline uint64_t ended = 0;  // of all
+
+  void end() {
+    ++number;
+    ++ended;
+  }
 };
 
 struct MemoryBarrier : Phase {
@@ -202,7 +208,7 @@ cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(Parameters..
   if (machine.previous) {  // also where all else happens early
     machine.events.push_back([] {
       std::exchange(machine.previous, nullptr)();
-      ++machine.previous_end.number;
+      machine.previous_end.end();
     });
   }
   std::vector<std::pair<int, int>> places;

@@ -84,7 +84,7 @@ inline void advance_if_over(MemoryBarrier& barrier) {
   if (barrier.pending < 0) fail("more arrivals at a barrier than its count");
   if (barrier.pending > 0 || barrier.bytes != 0) return;
   barrier.pending = barrier.count;
-  ++barrier.number;
+  barrier.end();
 }
 
 inline MemoryBarrier& barrier_at(uint32_t address) {
@@ -131,7 +131,7 @@ inline bool arrive_named(int id, int threads, bool vote = false) {
   barrier.result[barrier.number & 1] = barrier.any;
   barrier.any = false;
   barrier.arrived = 0;
-  ++barrier.number;
+  barrier.end();
   return true;
 }
 
@@ -147,7 +147,7 @@ inline void arrive_cluster() {
   const int threads = static_cast<int>(cluster.blocks.size()) * machine.block_threads;
   if (++cluster.arrived < threads) return;
   cluster.arrived = 0;
-  ++cluster.number;
+  cluster.end();
 }
 
 inline void wait_cluster() {

@@ -35,7 +35,7 @@ Words meet(const char* instruction, uint32_t mask, const uint32_t (&words)[kCoun
   std::copy(words, words + kCount, meeting.words[buffer][thread.lane()]);
   if (++meeting.arrived == std::popcount(mask)) {
     meeting.arrived = 0;
-    ++meeting.number;
+    meeting.end();
   } else {
     wait(meeting, instruction);
   }
@@ -47,10 +47,16 @@ inline void sync_warp(uint32_t mask = kAllLanes) { meet("__syncwarp", mask, {0})
 // Beyond the warp a lane has its own value; that of a lane which does not take part is any.
 template <typename Value>
 Value exchange(const char* instruction, uint32_t mask, Value value, int from) {
-  static_assert(sizeof(Value) == 4);
-  const Words words = meet(instruction, mask, {std::bit_cast<uint32_t>(value)});
+  struct Parts {
+    uint32_t words[sizeof(Value) / 4];
+  };
+  Parts parts = std::bit_cast<Parts>(value);
+  const Words words = meet(instruction, mask, parts.words);
   if (from < 0 || from >= kWarpLanes) return value;
-  return std::bit_cast<Value>(mask >> from & 1 ? words[from][0] : ~0u);
+  for (size_t i = 0; i < sizeof(Value) / 4; ++i) {
+    parts.words[i] = mask >> from & 1 ? words[from][i] : ~0u;
+  }
+  return std::bit_cast<Value>(parts);
 }
 
 // ---- 8 x 8 matrices of 16-bit elements: lane t holds elements t % 4 * 2 and the next of row t / 4
