@@ -61,7 +61,7 @@ _MODEL_SOURCES = (
     "engine/worker/sampling/op_table.py",
 )
 _DRAFT_SOURCES = ("engine/worker/drafts/state.py",)
-"""What decides which kernels of drafts there are; no other artifact depends on it."""
+"""These decide which kernels of drafts there are; no other artifact depends on them."""
 
 
 def artifact_key(spec: ModelSpec, config: ResolvedConfig) -> Key:

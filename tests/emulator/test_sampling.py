@@ -44,7 +44,7 @@ def program(*edits: Edit) -> Program:
 
 
 def launches(number: int) -> tuple[str, ...]:
-    """Of a case: the launch's own choice of 8, 4 or 2 blocks a row, and 1 to 8 in turn."""
+    """A case runs with the launch's choice of 8, 4 or 2 blocks a row, and with 1 to 8 in turn."""
     blocks = number % 8 + 1
     return (
         f"timing=random seed={number}",

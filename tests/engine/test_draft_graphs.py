@@ -37,7 +37,7 @@ def bytes_of(depth: int, num_steps: int) -> int:
 def test_what_is_chosen_is_bounded_and_stays_so(
     most_seqs: int, most_depth: int, num_steps: int, seed: int
 ) -> None:
-    """Of a head, a draft model of a few layers, and larger ones."""
+    """The steps are those of a head, of a draft model of a few layers, and of larger ones."""
     numbers = [size for size in capture_sizes(most_seqs) if size <= most_seqs]
     sizes = PassSizes(numbers, most_depth, lambda depth: bytes_of(depth, num_steps))
     rng = random.Random(seed)
@@ -52,7 +52,7 @@ def test_what_is_chosen_is_bounded_and_stays_so(
     for _ in range(2):
         for (least, *rest), size in asks():
             assert size in numbers and size >= least
-            # Who was padded is padded no more, nor less: nothing is dropped for another.
+            # Nothing is dropped for another, so each number is padded as it was.
             assert chosen.setdefault((least, *rest), size) == size
     graphs = {(size, depth, form) for (_, depth, form), size in chosen.items()}
     assert sum(bytes_of(depth, num_steps) for _, depth, _ in graphs) <= sizes.most_bytes

@@ -1,5 +1,5 @@
-"""What the policy of drafts is told of steps on a CPU, which runs each within its launch: the time
-of a step is its own, so drafts are used where they are right, and not where they are wrong."""
+"""A CPU runs each step within its launch.  The policy of drafts is told the time of that step and
+no other, so drafts are used where they are right, and not where they are wrong."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_each_step_is_told_its_own_time(on_device: bool, async_scheduling: bool)
 def test_drafts_are_used_where_they_gain_alone(
     shape: str, rate: float, num_tokens: int, on_device: bool
 ) -> None:
-    """Of few tokens a request has its last step often."""
+    """A request of few tokens has its last step often."""
     seconds: dict[str, float] = {}
     for name in ("none", "policy"):
         core, host, drafts = core_of(COSTS[shape], rate, on_device=on_device)

@@ -307,7 +307,7 @@ def test_damage_is_refused_under_require_cache_and_else_repaired(
 
 @dataclass(frozen=True)
 class Unkept:
-    """What starts said that could keep nothing, by their tests, and what lay about behind them."""
+    """Starts that could keep nothing: what they said, by test, and what lay about behind them."""
 
     told: dict[str, Any]
     scratch: list[Path]

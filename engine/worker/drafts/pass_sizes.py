@@ -14,7 +14,7 @@ from enum import StrEnum
 from math import inf
 
 _CERTAIN_BYTES, _MORE_BYTES = 1 << 29, 1 << 28
-"""What the graphs may take that are certain, and the others."""
+"""Bytes that the graphs which are certain may take, and bytes of the others."""
 
 
 class Form(StrEnum):
