@@ -79,10 +79,15 @@ def logits(
 
 
 def check_logits(dialect: Dialect, *of: Any) -> None:
-    # A number half way between two integers goes either way.
-    off = 2e-2 if STORED_FORMATS[dialect.kind].x_dtype else 1e-4
-    for ours, expected in logits(dialect, *of):
-        torch.testing.assert_close(ours, expected, atol=off, rtol=off)
+    """A number of x half way between two integers goes either way, which moves a request's logits
+    from there on: with inputs of 8 bits half of the requests may be off.  A wrong scale moves
+    all."""
+    pairs = [*logits(dialect, *of)]
+    exact = [torch.allclose(ours, expected, 1e-4, 1e-4) for ours, expected in pairs]
+    needed = len(pairs) // 2 if STORED_FORMATS[dialect.kind].x_dtype else len(pairs)
+    assert sum(exact) >= needed, [(ours - expected).abs().max() for ours, expected in pairs]
+    for ours, expected in pairs:
+        torch.testing.assert_close(ours, expected, atol=0.1, rtol=0.02)
 
 
 @pytest.mark.product(16)
