@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -100,20 +101,25 @@ def _unwritable(folder: Path, error: OSError) -> MachineError:
     )
 
 
+_PARSING = threading.Lock()
+"""Conversions of two threads share a module, see ``_parsed_once``."""
+
+
 @contextmanager
 def _parsed_once() -> Iterator[None]:
     """Share what ``transformers`` asks of ``gguf`` at each call, most of the time of a conversion:
     the parsed file, and the names of the weights, which are listed for every module."""
     gguf: Any = import_module("gguf")
     shared = ("GGUFReader", "get_tensor_name_map")
-    own = {name: getattr(gguf, name) for name in shared}
-    for name, function in own.items():
-        setattr(gguf, name, functools.cache(function))
-    try:
-        yield
-    finally:
+    with _PARSING:
+        own = {name: getattr(gguf, name) for name in shared}
         for name, function in own.items():
-            setattr(gguf, name, function)
+            setattr(gguf, name, functools.cache(function))
+        try:
+            yield
+        finally:
+            for name, function in own.items():
+                setattr(gguf, name, function)
 
 
 def _convert(file: Path, folder: Path, check: Callable[[Path], object]) -> None:
