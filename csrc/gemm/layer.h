@@ -86,7 +86,7 @@ inline void run(const char* op, const SkinnyLinearArgs& args, const Tensor& x, c
 inline void run(const char* op, const SkinnyLinearArgs& args, Operands operands, const Tensor& x,
                 const Tensor& weight, const collective::Peers* peers = nullptr) {
   run(op, args, x, weight, [&](bool programmatic, cudaStream_t stream) {
-    return peers ? launch_skinny_reduce(args, *peers, programmatic, stream)
+    return peers ? launch_skinny_reduce(args, operands, *peers, programmatic, stream)
                  : launch_skinny_linear(args, operands, programmatic, stream);
   });
 }
@@ -152,12 +152,12 @@ struct Added {
   Tensor weighted, total, squares;
 };
 
-// A connected group, for sums of bfloat16 that fit its inboxes.
+// A connected group, for sums that fit its inboxes.
 inline collective::Peers peers_of(const char* op, const std::string& group_name,
                                   const SkinnyLinearArgs& args, const Tensor& x) {
-  if (args.weight_scale || args.out_features % kNormGroup != 0) {
-    fail(op, "sums over ranks are of weights of bfloat16 with a multiple of ", kNormGroup,
-         " rows, not of ", args.out_features, args.weight_scale ? " of FP8" : "");
+  if (args.out_features % kNormGroup != 0) {
+    fail(op, "sums over ranks are of weights with a multiple of ", kNormGroup, " rows, not of ",
+         args.out_features);
   }
   const collective::Peers peers = collective::find_group(op, group_name, x.get_device_index());
   const int64_t packets =

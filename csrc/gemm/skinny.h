@@ -143,10 +143,11 @@ struct ClusterPlan {
 cudaError_t launch_cluster_linear(const SkinnyLinearArgs& args, Operands operands,
                                   bool programmatic, cudaStream_t stream);
 
-// As launch_skinny_linear with the epilogue kAdd and operands of bfloat16, with a sum over ranks in
-// it: each rank pushes its sums to the others from the block that has them, and adds up those of
-// all. x, weight and bias are a rank's own.
-cudaError_t launch_skinny_reduce(const SkinnyLinearArgs& args, const collective::Peers& peers,
-                                 bool programmatic, cudaStream_t stream);
+// As launch_skinny_linear with the epilogue kAdd and x of bfloat16, with a sum over ranks in it:
+// each rank pushes its sums to the others from the block that has them, and adds up those of all.
+// x, weight and bias are a rank's own. A weight of four bits is none of its operands.
+cudaError_t launch_skinny_reduce(const SkinnyLinearArgs& args, Operands operands,
+                                 const collective::Peers& peers, bool programmatic,
+                                 cudaStream_t stream);
 
 }  // namespace fusewright::gemm

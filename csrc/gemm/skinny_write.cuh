@@ -251,7 +251,8 @@ __device__ __forceinline__ void write_reduced(const SkinnyLinearArgs& args,
   const unsigned half = 0xffffu << (threadIdx.x & 16);
   const bool even = threadIdx.x % 2 == 0;
   const auto sendable_pair = [&](int token, int row, int n) {
-    const float sum = finish_sum<T>(args, sums, token, row, n, 1.0f, {});
+    const float scale = read_scales<T>(args, n).weight;
+    const float sum = finish_sum<T>(args, sums, token, row, n, scale, {});
     const __nv_bfloat16 rounded = __float2bfloat16_rn(sum);
     const unsigned own = reinterpret_cast<const uint16_t&>(rounded);
     return collective::without_negative_zeros(own | __shfl_down_sync(half, own, 1) << 16);

@@ -127,6 +127,8 @@ def cases(
     yield from _fp8(draw, over_ranks, _FP8 if on_gpu else _FP8_ON_CPU)
     if over_ranks:
         yield _post_normed(draw, "post-norm over ranks", over_ranks)
+        if on_gpu:
+            yield from _large_fp8(draw, (1, 2), over_ranks)
         return
     yield _post_normed(draw, "post-norm", over_ranks)
     yield from _of_rows(draw)
@@ -293,10 +295,7 @@ def _large(draw: Draw) -> Iterator[Case]:
         made = _between(draw, (rows,), 4096, 2048, False).linear(2048, 4096).norm()
         made.linear(2 * 4096, 2048, "silu").linear(2048, 4096).norm().linear(4096, 2048)
         yield made.case(f"{rows} rows, whole layer")
-    for rows, fp8 in product((1, 2, 3, 8, 40), (0, BLOCK)):
-        scheme = "block" if fp8 else "token"
-        made = _mlp(draw, rows, (4096, 2048, 4096, 4096), fp8)
-        yield made.case(f"{rows} tokens, FP8 {scheme}", _FP8)
+    yield from _large_fp8(draw, (1, 2, 3, 8, 40), False)
     made = _mlp(draw, 40, (4096, 2048, 4096, 4096), offset=1.0)
     yield made.case("40 tokens, FP8 token, offset norm", _FP8)
     made = _mlp(draw, 2, (4096, 2048, 4096, 4112), 0, "gelu_tanh", bias=True)
@@ -304,6 +303,13 @@ def _large(draw: Draw) -> Iterator[Case]:
     for fp8 in (0, BLOCK):
         made = _mlp(draw, 1, (4096, 2048, 4096, 0), fp8)
         yield made.case(f"1 token, FP8 {'block' if fp8 else 'token'}, last layer", _FP8)
+
+
+def _large_fp8(draw: Draw, counts: tuple[int, ...], reduce: bool) -> Iterator[Case]:
+    for rows, fp8 in product(counts, (0, BLOCK)):
+        scheme = "block" if fp8 else "token"
+        made = _mlp(draw, rows, (4096, 2048, 4096, 4096), fp8, reduce=reduce)
+        yield made.case(f"{rows} tokens, FP8 {scheme}", _FP8)
 
 
 def _moe(

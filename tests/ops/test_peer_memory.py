@@ -27,14 +27,19 @@ pytestmark = [pytest.mark.gpu, pytest.mark.whole_gpu]
 REDUCING = [op for op in ops.ALL_OPS if op.collective and op.name != "all_gather"]
 SHAPES = [(1, 4096), (3, 8), (7, 2048), (33, 4096), (5, 16384), (260, 1024), (64, 4096)]
 
-# Rows, sizes of the layers, activation, biases; with tiles of few and many rows, whole and split.
+# Rows, sizes of the layers, activation, biases, and of FP8 whether scales are of blocks; with tiles
+# of few and many rows, whole and split.
 CHAINS = [
-    (1, 2048, 4096, 3072, None, False),
-    (2, 7168, 4096, 6144, None, True),
-    (5, 2048, 4096, 2 * 3584, "silu", False),
-    (8, 1024, 8192, 2048, None, True),
-    (16, 4096, 4096, 2 * 2048, "gelu_tanh", True),
-    (13, 2048, 3072, 2048, None, False),
+    (1, 2048, 4096, 3072, None, False, None),
+    (2, 7168, 4096, 6144, None, True, None),
+    (5, 2048, 4096, 2 * 3584, "silu", False, None),
+    (8, 1024, 8192, 2048, None, True, None),
+    (16, 4096, 4096, 2 * 2048, "gelu_tanh", True, None),
+    (13, 2048, 3072, 2048, None, False, None),
+    (1, 2048, 4096, 3072, None, True, False),
+    (8, 7168, 4096, 2 * 3584, "silu", False, False),
+    (2, 2048, 4096, 3072, None, False, True),
+    (7, 7168, 8192, 2048, None, True, True),
 ]
 
 
@@ -223,16 +228,22 @@ def chained(rank: int, world: int) -> tuple[list[str], list[Tensor]]:
             return torch.randn(shape, generator=generator).bfloat16().to(device)
 
         captured = []
-        for rows, inner, hidden, then, activation, biased in CHAINS:
+        for rows, inner, hidden, then, activation, biased, of_blocks in CHAINS:
             residual, norm_weight = randn(rows, hidden), 1 + randn(hidden) / 4
             next_weight, next_bias = randn(then, hidden) / hidden**0.5, randn(then)
             x = of_rank(rank, (rows, inner), rows, torch.bfloat16).to(device)
             weight = of_rank(rank, (hidden, inner), hidden, torch.bfloat16).to(device) / inner**0.5
+            scale = None
+            if of_blocks is not None:
+                shape = (hidden // 128, inner // 128) if of_blocks else (hidden, 1)
+                scale = 0.5 + of_rank(rank, shape, rows, torch.float32).to(device).abs() / inner**0.5
+                weight = (weight * inner**0.5).to(torch.float8_e4m3fn)
             bias = of_rank(rank, (hidden,), rows, torch.bfloat16).to(device) if biased else None
             then_args = (next_weight, next_bias if biased else None, activation)
-            args = (x, weight, bias, residual, norm_weight, 1e-5, *then_args)
+            args = (x, weight, bias, residual, norm_weight, 1e-5, *then_args, scale)
             found = pushed(*args, group_name=CASES_GROUP)
-            part = torch.ops.fw_cuda.skinny_linear.default(x, weight, bias)
+            dtype = None if scale is None else x.dtype
+            part = torch.ops.fw_cuda.skinny_linear.default(x, weight, bias, None, scale, dtype)
             total = torch.ops.fw_cuda.peer_all_reduce.default(part, CASES_GROUP) + residual
             normed = ops.BY_NAME["rms_norm"].reference(total, norm_weight, 1e-5)
             y = ops.BY_NAME["linear"].reference(normed, *then_args[:2], activation=activation)
