@@ -64,8 +64,7 @@ struct Computer {
     return memory + T::kRingsAt + index_of(part, at) * T::kKeysBytes;
   }
   __device__ __forceinline__ void release(uint64_t& barrier) const {
-    __syncwarp();
-    if (lane() == 0) barrier_arrive(shared_address(&barrier));
+    barrier_arrive_warp(shared_address(&barrier), lane());
   }
   __device__ __forceinline__ void take_turn() const {
     asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "r"(2 * kWarpgroupThreads) : "memory");

@@ -31,10 +31,6 @@ struct Converter {
   Cursor<2 * T::kStages> to;
   Cursor<T::kRawStages> from;
 
-  __device__ __forceinline__ void arrive(uint64_t* barrier) const {
-    if (threadIdx.x % kWarpSize == 0) barrier_arrive(shared_address(barrier));
-  }
-
   // K or V of a tile.
   __device__ __forceinline__ void convert() {
     const int lane = threadIdx.x % kWarpSize, quad = lane % 4, odd = lane / 4 % 2;
@@ -67,9 +63,8 @@ struct Converter {
       }
     }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    __syncwarp();
-    arrive(box->full + to.stage);
-    arrive(box->raw_empty + from.stage);
+    barrier_arrive_warp(shared_address(box->full + to.stage));
+    barrier_arrive_warp(shared_address(box->raw_empty + from.stage));
     to.advance();
     from.advance();
   }
@@ -79,8 +74,7 @@ struct Converter {
       barrier_wait(shared_address(box->query_full + query_at.stage), query_at.parity);
       const Item& item = box->item[query_at.stage];
       const int tiles = item.end - item.begin;
-      __syncwarp();
-      arrive(box->query_empty + query_at.stage);
+      barrier_arrive_warp(shared_address(box->query_empty + query_at.stage));
       query_at.advance();
       if (tiles == 0) break;
 #pragma unroll 1

@@ -128,7 +128,7 @@ struct ClusterCopier {
   __device__ __forceinline__ void begin() const {
     for (int stage = 0; stage < share.stages; ++stage) {
       barrier_init(shared_address(&shared.full[stage]), 1);
-      barrier_init(shared_address(&shared.empty[stage]), kComputeThreads / 32);
+      barrier_init_warps(shared_address(&shared.empty[stage]), kComputeThreads / 32);
     }
     barrier_init_fence();
     for (int line = 0; line < ahead(); ++line) copy_weight(line, line);
@@ -175,10 +175,7 @@ __device__ __forceinline__ void multiply_lines(ClusterShared<T>& shared, const C
     }
     wgmma_commit_group();
     wgmma_wait_group<1>();
-    if (line > 0) {
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&shared.empty[previous]));
-    }
+    if (line > 0) barrier_arrive_warp(shared_address(&shared.empty[previous]));
     previous = stage;
     if (++stage == share.stages) {
       stage = 0;
@@ -226,8 +223,7 @@ struct ClusterFp8 {
   __device__ __forceinline__ void add(float (&part)[kCount], float (&sums)[kCount]) {
     wgmma_wait_group<kPending>();
     pin(part);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&shared.empty[previous]));
+    barrier_arrive_warp(shared_address(&shared.empty[previous]));
     if (++previous == share.stages) previous = 0;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) sums[i] += part[i];
@@ -237,8 +233,7 @@ struct ClusterFp8 {
   __device__ __forceinline__ void pass() {
     for (int line = 0; line < share.num_lines; ++line) {
       barrier_wait(shared_address(&shared.full[stage]), parity);
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&shared.empty[stage]));
+      barrier_arrive_warp(shared_address(&shared.empty[stage]));
       if (++stage == share.stages) {
         stage = 0;
         parity ^= 1;

@@ -220,8 +220,7 @@ __device__ __forceinline__ void multiply_packed_lines(PackedShared<T>& shared, u
         make(numbers[half * 2 + 1], low.z, high.z, low.w, high.w);
       }
       if (part == kXLinesOfLine - 1) {
-        __syncwarp();
-        if (lane == 0) barrier_arrive(shared_address(&shared.empty[place.stage]));
+        barrier_arrive_warp(shared_address(&shared.empty[place.stage]), lane);
       }
       barrier_wait(shared_address(&shared.x_full[x_place.stage]), x_place.parity);
       const int tokens = static_cast<int>(x_memory) + x_place.stage * T::kXBytes;
@@ -238,8 +237,7 @@ __device__ __forceinline__ void multiply_packed_lines(PackedShared<T>& shared, u
 #pragma unroll
       for (int k = 0; k < 4; ++k) pin(a[1 - part % 2][k]);  // now free
       if (line > 0 || part > 0) {
-        __syncwarp();
-        if (lane == 0) barrier_arrive(shared_address(&shared.x_empty[previous]));
+        barrier_arrive_warp(shared_address(&shared.x_empty[previous]), lane);
       }
       previous = x_place.stage;
       x_place.next();
@@ -358,11 +356,11 @@ __global__ void __launch_bounds__(kPackedThreads, T::kBlocks)
     constexpr int kWarps = kPackedComputeThreads / 32;
     for (int stage = 0; stage < T::kStages; ++stage) {
       barrier_init(shared_address(&shared.full[stage]), 1);
-      barrier_init(shared_address(&shared.empty[stage]), kWarps);
+      barrier_init_warps(shared_address(&shared.empty[stage]), kWarps);
     }
     for (int stage = 0; stage < T::kXStages; ++stage) {
       barrier_init(shared_address(&shared.x_full[stage]), 1);
-      barrier_init(shared_address(&shared.x_empty[stage]), kWarps);
+      barrier_init_warps(shared_address(&shared.x_empty[stage]), kWarps);
     }
     barrier_init_fence();
   }

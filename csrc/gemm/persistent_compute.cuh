@@ -18,8 +18,7 @@ struct PersistentComputer {
 
   // Tells who fills that this warp has read a stage.
   __device__ __forceinline__ void release(int stage) const {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&shared.empty[stage]));
+    barrier_arrive_warp(shared_address(&shared.empty[stage]));
   }
 
   __device__ __forceinline__ void wait() const {

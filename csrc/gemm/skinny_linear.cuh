@@ -215,8 +215,7 @@ __device__ __forceinline__ void consume(const Shared<T>& shared, int num_steps,
   for (int step = 0; step < num_steps; ++step) {
     barrier_wait(shared.full(stage), parity);
     multiply(step, stage, thread);
-    __syncwarp();
-    if (thread % kWarpSize == 0) barrier_arrive(shared.empty(stage));
+    barrier_arrive_warp(shared.empty(stage), thread % kWarpSize);
     if (++stage == T::kStages) {
       stage = 0;
       parity ^= 1;
@@ -279,7 +278,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < T::kStages; ++stage) {
       barrier_init(shared.full(stage), 1);
-      barrier_init(shared.empty(stage), kConsumerWarps);
+      barrier_init_warps(shared.empty(stage), kConsumerWarps);
     }
     if (splits > 1) rank_sums.inbox.init();
     barrier_init_fence();

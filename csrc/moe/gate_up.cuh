@@ -121,8 +121,7 @@ __device__ __forceinline__ void write_gate_up(GateUpShared<T>& shared, const Gat
     const int i = tile - tiles.first, buffer = i % 2;
     barrier_wait(shared_address(&shared.full[buffer]), i / 2 % 2);
     write_tile<T>(args, shared, shared.sums[buffer], tiles.segment(shared.plan, tile));
-    __syncwarp();
-    if (threadIdx.x % kWarpSize == 0) barrier_arrive(shared_address(&shared.empty[buffer]));
+    barrier_arrive_warp(shared_address(&shared.empty[buffer]));
   }
 }
 
@@ -144,8 +143,7 @@ __device__ __forceinline__ void add_gate_up(const Ring<T>& ring, GateUpShared<T>
     }
     store_sums<T>(shared.sums[buffer], sums);
     if constexpr (kHasWriter<T>) {
-      __syncwarp();
-      if (threadIdx.x % kWarpSize == 0) barrier_arrive(shared_address(&shared.full[buffer]));
+      barrier_arrive_warp(shared_address(&shared.full[buffer]));
     } else {
       sync_consumers<T>();
       if (writes) {
@@ -169,8 +167,8 @@ __global__ void __launch_bounds__(kGateUpThreads<T>)
   auto& shared = *reinterpret_cast<GateUpShared<T>*>(memory + T::kRingBytes);
   if (kHasWriter<T> && threadIdx.x == 0) {
     for (int i = 0; i < 2; ++i) {
-      barrier_init(shared_address(&shared.full[i]), T::kLines);
-      barrier_init(shared_address(&shared.empty[i]), 1);
+      barrier_init_warps(shared_address(&shared.full[i]), T::kLines);
+      barrier_init_warps(shared_address(&shared.empty[i]), 1);
     }
   }
   init_ring<T>(ring, weight_map, x_map);

@@ -25,8 +25,7 @@ struct GroupedComputer {
   }
 
   __device__ __forceinline__ void release(int stage) const {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&shared.empty[stage]));
+    barrier_arrive_warp(shared_address(&shared.empty[stage]));
   }
 
   // This thread has the sums of this row of the tile, and of the row 8 behind it.
