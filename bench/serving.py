@@ -17,6 +17,7 @@ from ..engine.frontend.loop import EngineLoop
 from ..engine.messages.requests import NewTokens
 from ..engine.messages.sampling_params import SamplingParams
 from ..engine.worker.progress import show_progress
+from .clocks import watch_clocks
 from .workloads import Work
 
 PERCENTILES = (50, 90, 99)
@@ -39,7 +40,7 @@ class RequestTimes:
 @dataclass
 class Run:
     """The times of a run.  ``gaps`` are those between two tokens of a request, in ms; ``token_ids``
-    are the tokens that each request got."""
+    are the tokens that each request got; ``clocks`` has the GPU's clock and power if known."""
 
     seconds: float
     input_tokens: int
@@ -47,6 +48,7 @@ class Run:
     requests: list[RequestTimes] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     token_ids: list[list[int]] = field(default_factory=list)
+    clocks: dict[str, float] = field(default_factory=dict)
 
     def to_json(self, limits: Mapping[str, float] | None = None) -> dict[str, Any]:
         """Rates per second, and means and percentiles in ms.  With ``limits``, in ms, goodput is
@@ -66,6 +68,8 @@ class Run:
         if self.requests:
             ttft = np.quantile([request.ttft for request in self.requests], QUANTILES)
             result["ttft_quantiles_ms"] = [round(float(ms), 3) for ms in ttft]
+        if self.clocks:
+            result["clocks"] = self.clocks
         if limits:
             good = sum(
                 all(getattr(r, m) <= most for m, most in limits.items()) for r in self.requests
@@ -124,8 +128,10 @@ def run(engine: EngineLoop, works: Sequence[Work], times: Sequence[float] | None
         UserError: a request is longer than ``max_model_len``.
     """
     check_length(engine, max(len(work.prompt_token_ids) + work.output_len for work in works))
-    with measuring(len(works)) as advance:
-        return _run(engine, works, times, advance)
+    with measuring(len(works)) as advance, watch_clocks() as clocks:
+        result = _run(engine, works, times, advance)
+    result.clocks = clocks.to_json()
+    return result
 
 
 @contextmanager

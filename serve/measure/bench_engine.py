@@ -64,6 +64,7 @@ def latency(
     check_to_measure(engine)
     equal.check()
     result.check(plot)
+    from ...bench.clocks import power_text
     from ...bench.latency import measure_latency
 
     llm = llm_to_measure(engine)
@@ -80,7 +81,9 @@ def latency(
         after = llm.report()["drafts"]
         drafts, before = since(after, before), after
         rows.append({**row, "drafts": drafts} if drafts else row)
-        result.say(f"batch {batch}: TPOT {row['tpot_ms']:.3f} ms, TTFT {row['ttft_ms']:.2f} ms")
+        remark = power_text(row["run"].get("clocks", {}))
+        times = f"TPOT {row['tpot_ms']:.3f} ms, TTFT {row['ttft_ms']:.2f} ms"
+        result.say(f"batch {batch}: {times}{remark}")
         if drafts:
             result.say(drafts_text(drafts, row["tpot_ms"]))
     result.keep(engine, plot, rows=rows, engine=llm.report())
@@ -157,6 +160,8 @@ def _best_run(
 
 
 def _throughput_text(row: dict[str, Any]) -> str:
+    from ...bench.clocks import power_text
+
     rate = row["request_rate"]
     offered = "" if rate is None else f", {rate:g} requests/s offered"
     totals = (
@@ -165,6 +170,7 @@ def _throughput_text(row: dict[str, Any]) -> str:
     )
     if "goodput_per_s" in row:
         totals += f", goodput {row['goodput_per_s']:.2f} requests/s"
+    totals += power_text(row.get("clocks", {}))
     heading = f"{row['workload']}{offered}"
     return "\n".join([heading, times_table(row), totals, rows_table(row["account"])])
 
