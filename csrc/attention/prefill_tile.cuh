@@ -84,18 +84,18 @@ struct alignas(16) Mailbox {
 
   // By one thread.
   __device__ __forceinline__ void init() {
-    constexpr int kFillers = T::kFp8 ? T::kConverters * kArrivalsOfWarp : 1;
+    constexpr int kFillers = T::kFp8 ? T::kConverters : 1;
     for (int i = 0; i < 2 * T::kStages; ++i) {
       barrier_init(shared_address(full + i), kFillers);
-      barrier_init_warps(shared_address(empty + i), T::kComputeWarps);
+      barrier_init(shared_address(empty + i), T::kComputeWarps);
     }
     for (int i = 0; i < T::kQueryStages; ++i) {
       barrier_init(shared_address(query_full + i), 1);
-      barrier_init_warps(shared_address(query_empty + i), T::kComputeWarps + T::kConverters);
+      barrier_init(shared_address(query_empty + i), T::kComputeWarps + T::kConverters);
     }
     for (int i = 0; i < T::kRawStages; ++i) {
       barrier_init(shared_address(raw_full + i), 1);
-      barrier_init_warps(shared_address(raw_empty + i), T::kConverters);
+      barrier_init(shared_address(raw_empty + i), T::kConverters);
     }
     barrier_init_fence();
   }

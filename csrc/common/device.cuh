@@ -30,23 +30,10 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Lanes that arrive for a warp. racecheck knows what a thread has done as finished where that
-// thread arrives, so tools/gpu.sh lets every lane arrive for it.
-#ifdef FUSEWRIGHT_LANES_ARRIVE
-constexpr int kArrivalsOfWarp = 32;
-#else
-constexpr int kArrivalsOfWarp = 1;
-#endif
-
-// A barrier at which so many warps arrive.
-__device__ __forceinline__ void barrier_init_warps(uint32_t barrier, int warps) {
-  barrier_init(barrier, warps * kArrivalsOfWarp);
-}
-
-// Arrives once all lanes of this warp are done with what they did before.
+// Arrives once, when all lanes of this warp are done with what they did before.
 __device__ __forceinline__ void barrier_arrive_warp(uint32_t barrier, int lane = threadIdx.x % 32) {
   __syncwarp();
-  if (lane < kArrivalsOfWarp) barrier_arrive(barrier);
+  if (lane == 0) barrier_arrive(barrier);
 }
 
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {

@@ -128,7 +128,7 @@ struct ClusterCopier {
   __device__ __forceinline__ void begin() const {
     for (int stage = 0; stage < share.stages; ++stage) {
       barrier_init(shared_address(&shared.full[stage]), 1);
-      barrier_init_warps(shared_address(&shared.empty[stage]), kComputeThreads / 32);
+      barrier_init(shared_address(&shared.empty[stage]), kComputeThreads / 32);
     }
     barrier_init_fence();
     for (int line = 0; line < ahead(); ++line) copy_weight(line, line);

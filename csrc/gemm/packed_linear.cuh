@@ -356,11 +356,11 @@ __global__ void __launch_bounds__(kPackedThreads, T::kBlocks)
     constexpr int kWarps = kPackedComputeThreads / 32;
     for (int stage = 0; stage < T::kStages; ++stage) {
       barrier_init(shared_address(&shared.full[stage]), 1);
-      barrier_init_warps(shared_address(&shared.empty[stage]), kWarps);
+      barrier_init(shared_address(&shared.empty[stage]), kWarps);
     }
     for (int stage = 0; stage < T::kXStages; ++stage) {
       barrier_init(shared_address(&shared.x_full[stage]), 1);
-      barrier_init_warps(shared_address(&shared.x_empty[stage]), kWarps);
+      barrier_init(shared_address(&shared.x_empty[stage]), kWarps);
     }
     barrier_init_fence();
   }

@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < T::kStages; ++stage) {
       barrier_init(shared.full(stage), 1);
-      barrier_init_warps(shared.empty(stage), kConsumerWarps);
+      barrier_init(shared.empty(stage), kConsumerWarps);
     }
     if (splits > 1) rank_sums.inbox.init();
     barrier_init_fence();

@@ -32,7 +32,7 @@ __device__ __forceinline__ void init_ring(const Ring<T>& ring, const CUtensorMap
     prefetch_map(x_map);
     for (int stage = 0; stage < T::kStages; ++stage) {
       barrier_init(ring.full(stage), T::kScales > 0 ? 1 + kWarpSize : 1);
-      barrier_init_warps(ring.empty(stage), T::kLines);
+      barrier_init(ring.empty(stage), T::kLines);
     }
     barrier_init_fence();
   }

@@ -167,8 +167,8 @@ __global__ void __launch_bounds__(kGateUpThreads<T>)
   auto& shared = *reinterpret_cast<GateUpShared<T>*>(memory + T::kRingBytes);
   if (kHasWriter<T> && threadIdx.x == 0) {
     for (int i = 0; i < 2; ++i) {
-      barrier_init_warps(shared_address(&shared.full[i]), T::kLines);
-      barrier_init_warps(shared_address(&shared.empty[i]), 1);
+      barrier_init(shared_address(&shared.full[i]), T::kLines);
+      barrier_init(shared_address(&shared.empty[i]), 1);
     }
   }
   init_ring<T>(ring, weight_map, x_map);

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kGroupedThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < T::kStages; ++i) {
       barrier_init(shared_address(&shared.full[i]), T::kArrivals);
-      barrier_init_warps(shared_address(&shared.empty[i]), kComputingWarps);
+      barrier_init(shared_address(&shared.empty[i]), kComputingWarps);
     }
     barrier_init_fence();
   }

@@ -219,7 +219,7 @@ __device__ __forceinline__ void add_segment(const Ring<T>& ring, RingPlace& plac
     place.advance(T::kStages);
     const Line<T> line = Line<T>::load(ring, stage, line_place);
     __syncwarp();
-    if (threadIdx.x % kWarpSize < kArrivalsOfWarp) {
+    if (threadIdx.x % kWarpSize == 0) {
       arrive_after(ring.empty(stage), line.used(), static_cast<uint32_t>(num_steps) >> 24);
     }
     line.multiply(halves);
