@@ -283,8 +283,8 @@ def _be_quiet() -> None:
     """Keep what libraries say of twins from the terminal: what matters is in the results."""
     from transformers.utils import logging as library
 
-    library.set_verbosity_error()  # type: ignore[no-untyped-call]
-    library.disable_progress_bar()  # type: ignore[no-untyped-call]
+    library.set_verbosity_error()
+    library.disable_progress_bar()
     warnings.filterwarnings("ignore")
     logging.getLogger("torch").setLevel(logging.CRITICAL)
     torch.set_num_threads(1)

@@ -133,7 +133,7 @@ class XGrammar:
         from transformers import PreTrainedTokenizerFast
 
         self._stop = vocab_size - 1
-        fast = PreTrainedTokenizerFast(tokenizer_file=f"{folder}/tokenizer.json")  # type: ignore[no-untyped-call]
+        fast = PreTrainedTokenizerFast(tokenizer_file=f"{folder}/tokenizer.json")
         info = xgrammar.TokenizerInfo.from_huggingface(
             fast, vocab_size=vocab_size, stop_token_ids=[vocab_size - 1]
         )

@@ -348,7 +348,7 @@ def no_cache(positions: Tensor) -> Any:
     """
     from transformers.cache_utils import Cache
 
-    class NoCache(Cache):
+    class NoCache(Cache):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__(layers=[])
             self.layers = _NoLayers()

@@ -145,9 +145,7 @@ def build(facts: CapturedFacts, dtype: torch.dtype) -> nn.Module:
     config = config_of(facts)
     try:
         with torch.device("meta"), _quiet():
-            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, attn_implementation=NAME, dtype=dtype
-            )
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME, dtype=dtype)
             _compute_buffers(model)
             for name in facts.untied:
                 separate(model, name)
@@ -201,7 +199,7 @@ def _quiet() -> Iterator[None]:
     from transformers.utils import logging
 
     before = logging.get_verbosity()
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()
     try:
         yield
     finally:
