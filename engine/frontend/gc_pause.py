@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 
 _decides = Lock()
+_FROZEN_S = 60.0
+_frozen_until = 0.0
+"""Until when what the caller's program had frozen is taken to be frozen still."""
+
+
+def _is_frozen() -> bool:
+    """Whether the caller's program has frozen objects.  Python counts them one by one, 50 ms for
+    half a million, so the answer that there are some holds for a minute."""
+    global _frozen_until
+    now = time.monotonic()
+    if now >= _frozen_until and gc.get_freeze_count() > 0:
+        _frozen_until = now + _FROZEN_S
+    return now < _frozen_until
 
 
 @contextmanager
@@ -21,7 +35,7 @@ def gc_paused() -> Iterator[Callable[[], None]]:
     if not gc.isenabled() or not _decides.acquire(blocking=False):
         yield lambda: None
         return
-    was_frozen = gc.get_freeze_count() > 0
+    was_frozen = _is_frozen()
 
     def added() -> None:
         if not was_frozen:

@@ -14,6 +14,7 @@ import torch
 
 from fusewright.config import UserError
 from fusewright.config.process.memory import host_bytes
+from fusewright.engine.frontend import gc_pause
 from fusewright.engine.frontend.outputs import RequestOutput
 from fusewright.engine.llm import LLM
 from fusewright.engine.messages.sampling_params import SamplingParams
@@ -307,9 +308,12 @@ def test_metrics_tell_times_and_preemptions() -> None:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_no_full_collection_walks_over_the_heap_while_requests_run(enabled: bool) -> None:
+def test_no_full_collection_walks_over_the_heap_while_requests_run(
+    enabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = toy_llm()
     gc.unfreeze()  # what the tests have frozen would stay so
+    monkeypatch.setattr(gc_pause, "_frozen_until", 0.0)
     run, frozen = llm.engine.step, []
 
     def step() -> list[RequestOutput]:
@@ -324,6 +328,19 @@ def test_no_full_collection_walks_over_the_heap_while_requests_run(enabled: bool
         assert (gc.isenabled(), gc.get_freeze_count()) == (enabled, 0)
     finally:
         gc.enable()
+
+
+def test_what_is_frozen_stays_so_and_is_not_counted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, counts, count = toy_llm(), list[int](), gc.get_freeze_count
+    monkeypatch.setattr(gc_pause, "_frozen_until", 0.0)
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counts.append(count()) or counts[-1])
+    gc.freeze()
+    for _ in range(3):
+        llm.generate("abc", SamplingParams(max_tokens=3), use_tqdm=False)
+    assert len(counts) == 1 and count() > 0
+    monkeypatch.setattr(gc_pause, "_frozen_until", gc_pause.time.monotonic())  # a minute later
+    llm.generate("abc", SamplingParams(max_tokens=3), use_tqdm=False)
+    assert len(counts) == 2
 
 
 def test_tokens_flow_while_10_000_prompts_are_queued() -> None:
