@@ -2,10 +2,10 @@
 
 Seven tenths of what the processes of the tests do is to import torch and Inductor, one after the
 other the same.  Within ``warm_starts()``, ``subprocess`` asks a warm parent instead: a process that
-has imported what others have written, nothing of ours, and has run nothing.  It forks a process
-that takes over arguments, environment, folder and files, and runs the module, script or code as
-``python`` does.  The process is a child of whoever asked, with its own command in /proc, and dies
-or is waited for like any other.
+has imported what others have written, nothing of ours, and has run nothing but their hashes of
+their own sources.  It forks a process that takes over arguments, environment, folder and files, and
+runs the module, script or code as ``python`` does.  The process is a child of whoever asked, with
+its own command in /proc, and dies or is waited for like any other.
 
 What cannot be the same is started as always: another Python or options of it, a shell, a function
 that runs before the start, variables that libraries read while they are imported.  Tests whose
@@ -38,6 +38,9 @@ from typing import Any, NoReturn
 
 IMPORTED = (
     *("torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed"),
+    # What a compile imports when it meets it.
+    *("torch.utils.cpp_extension", "torch.distributed.tensor.experimental._attention"),
+    *("torch.export", "sympy.combinatorics", "sympy.tensor.tensor"),
     *("fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client", "zmq", "msgspec"),
     *("safetensors.torch", "tokenizers", "jinja2", "typer"),
 )
@@ -355,6 +358,15 @@ def _end(code: int) -> NoReturn:
     os._exit(code & 0xFF)
 
 
+def _hash_sources() -> None:
+    """Read all of torch and Triton, as Inductor does once in each process to know their version."""
+    from torch._inductor.codecache import torch_key
+    from triton.runtime.cache import triton_key
+
+    torch_key()
+    triton_key()
+
+
 def _main() -> None:
     end = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -362,6 +374,8 @@ def _main() -> None:
     for name in IMPORTED:
         with suppress(ImportError):
             importlib.import_module(name)
+    with suppress(ImportError):
+        _hash_sources()
     gc.freeze()  # no collection looks at these, and copies their pages, in any child
     gc.enable()
     if len([*Path("/proc/self/task").iterdir()]) > 1:
