@@ -1,13 +1,16 @@
 """Compiles the launches of every Triton implementation for sm_90, without a GPU.
 
 A program, not a test module: ``test_triton_compile.py`` runs it in a process of its own, because
-Triton decides between interpreter and compiler when it is imported.  Prints one JSON line about a
-table that it fills, then one a kernel variant; the last are kernels of its own, most of them wrong.
+Triton decides between interpreter and compiler when it is imported.  ``compile_triton.py SEED N``
+draws one in N of the variants that add values alone, not a kernel or an op.  Prints one JSON line
+about a table that it fills, then one a kernel variant; the last are kernels of its own, most of
+them wrong.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import sys
 from collections.abc import Iterator
 from itertools import chain, islice
@@ -229,12 +232,20 @@ def covering(launches: Iterator[Needed]) -> Iterator[Needed]:
         left = [(needed, new) for needed, values in left if (new := values - seen)]
 
 
-def compile_each_value(launches: Iterator[Needed]) -> Iterator[dict[str, Any]]:
-    """Compile every op and every value of a kernel's parameter at least once.
+def drawn(launches: Iterator[Needed], seed: int, one_of: int) -> Iterator[Needed]:
+    """The first launch of each kernel by each op, which has most of its values; one in so many of
+    the others."""
+    rng, met = random.Random(seed), set[tuple[str, str]]()
+    for needed in launches:
+        pair = needed.op, needed.launch.kernel
+        if pair not in met or rng.randrange(one_of) == 0:
+            met.add(pair)
+            yield needed
 
-    A GPU compiles every combination of them, in the conformance tests.
-    """
-    for op, case, dtype, launch in covering(launches):
+
+def compile_each(launches: Iterator[Needed]) -> Iterator[dict[str, Any]]:
+    """Compile launches for sm_90, one report each."""
+    for op, case, dtype, launch in launches:
         variant = launch.variant()
         result: dict[str, Any] = {"op": op, "case": f"{case}, {dtype}", "kernel": variant.function}
         result["programmatic"] = variant.programmatic
@@ -277,7 +288,10 @@ def main() -> None:
     if triton.knobs.runtime.interpret:
         sys.exit("TRITON_INTERPRET is set: nothing would be compiled")
     print(json.dumps(table_report()))
-    for result in compile_each_value(chain(op_launches(), large_launches(), self_test_launches())):
+    # Every op and every value of a kernel's parameter at least once.  A GPU compiles every
+    # combination of them, in the conformance tests.
+    each_value = covering(chain(op_launches(), large_launches(), self_test_launches()))
+    for result in compile_each(drawn(each_value, *map(int, sys.argv[1:]))):
         print(json.dumps(result), flush=True)
 
 
