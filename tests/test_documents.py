@@ -173,6 +173,7 @@ def test_the_levels_are_shown_as_the_command_prints_them() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_the_ten_lines_of_python_in_the_readme_run(tmp_path: Path) -> None:
     (code,) = re.findall(r"^```python\n(.*?)^```", PAGES[0].read_text(), re.M | re.S)
     done = subprocess.run(

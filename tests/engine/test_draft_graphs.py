@@ -148,6 +148,7 @@ def test_a_server_whose_batches_change_captures_nothing_when_they_come_again(
     assert drafts.stats().error == ""
 
 
+@pytest.mark.product(2)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_no_request_takes_the_others_off_graphs(name: str) -> None:
     """A step is two replays, and as many drafts are right as where nothing is captured."""
