@@ -17,7 +17,7 @@ from ..engine.frontend.loop import EngineLoop
 from ..engine.messages.requests import NewTokens
 from ..engine.messages.sampling_params import SamplingParams
 from ..engine.worker.progress import show_progress
-from .clocks import watch_clocks
+from .limits.clocks import watch_clocks
 from .workloads import Work
 
 PERCENTILES = (50, 90, 99)

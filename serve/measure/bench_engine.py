@@ -64,8 +64,8 @@ def latency(
     check_to_measure(engine)
     equal.check()
     result.check(plot)
-    from ...bench.clocks import power_text
     from ...bench.latency import measure_latency
+    from ...bench.limits.clocks import power_text
 
     llm = llm_to_measure(engine)
     rows = []
@@ -160,7 +160,7 @@ def _best_run(
 
 
 def _throughput_text(row: dict[str, Any]) -> str:
-    from ...bench.clocks import power_text
+    from ...bench.limits.clocks import power_text
 
     rate = row["request_rate"]
     offered = "" if rate is None else f", {rate:g} requests/s offered"

@@ -1,4 +1,4 @@
-"""``bench.clocks``: what a benchmark says of a GPU's clock and power, by an NVML of this test."""
+"""``bench.limits.clocks``: what a benchmark says of clock and power, by an NVML of this test."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from fusewright.bench import clocks
-from fusewright.bench.clocks import Clocks, power_text, watch_clocks
+from fusewright.bench.limits import clocks
+from fusewright.bench.limits.clocks import Clocks, power_text, watch_clocks
 
 
 class NvmlError(Exception):

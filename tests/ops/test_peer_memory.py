@@ -236,7 +236,8 @@ def chained(rank: int, world: int) -> tuple[list[str], list[Tensor]]:
             scale = None
             if of_blocks is not None:
                 shape = (hidden // 128, inner // 128) if of_blocks else (hidden, 1)
-                scale = 0.5 + of_rank(rank, shape, rows, torch.float32).to(device).abs() / inner**0.5
+                drawn = of_rank(rank, shape, rows, torch.float32).to(device)
+                scale = 0.5 + drawn.abs() / inner**0.5
                 weight = (weight * inner**0.5).to(torch.float8_e4m3fn)
             bias = of_rank(rank, (hidden,), rows, torch.bfloat16).to(device) if biased else None
             then_args = (next_weight, next_bias if biased else None, activation)
