@@ -26,10 +26,11 @@ _MOVED = Tolerance(0.25, 0.1)
 """Results are of size one.  Each FP8 layer moves them by 2 % where a kernel rounds an x to another
 neighbour in FP8 than the reference does, or not to FP8 at all."""
 _FP8 = dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), _MOVED)
-# On a CPU only bfloat16, whose sums another order moves by a bit, meets other neighbours.
+# On a CPU it is bfloat16, whose sums another order moves by a bit, that meets other neighbours. The
+# others do in one of a hundred draws, by 0.03 at most in 150; 99 % are within 0.001.
 _FP8_ON_CPU = {
-    torch.float32: Tolerance(1e-2, 1e-2),
-    torch.float16: Tolerance(2e-2, 2e-2),
+    torch.float32: Tolerance(5e-2, 5e-2),
+    torch.float16: Tolerance(5e-2, 5e-2),
     torch.bfloat16: _MOVED,
 }
 
@@ -95,13 +96,15 @@ class Drawn:
         offset: float | None = None,
         spread: float = 0.25,
         bias: bool | None = None,
+        size: float = 1.0,
     ) -> Drawn:
-        """A norm of the sum: a layer norm if ``bias`` says whether it has one."""
+        """A norm of the sum, of results of ``size``: a layer norm if ``bias`` says whether it has
+        one."""
         if bias is not None:
             weights = self.layer_norm(bias)
             stage = AddNorm(tensors=tuple(weights), eps=1e-5, center=True)
             return self.add(stage, *weights.values())
-        weight = 1 + self.draw.randn(self.hidden) * spread - (offset or 0)
+        weight = size * (1 + self.draw.randn(self.hidden) * spread) - (offset or 0)
         eps = 1e-5 if len(self.stages) < 3 else 1e-6
         stage = AddNorm(eps=eps, offset=offset, group_size=fp8, reduce=self.reduce)
         return self.add(stage, weight.to(self.draw.dtype))
@@ -328,13 +331,15 @@ def _moe(
     **given: Any,
 ) -> Case:
     """Experts between two layers, or behind one if the second's size is 0.  The norm reads the
-    tokens of ``moe_args``: no rounding changes their choice of experts."""
+    tokens of ``moe_args`` and leaves them their size: no rounding changes their choice of experts,
+    and one of a logit changes an expert's share by 1/64 at most."""
     call = ExpertsCall(*moe_args(draw, tokens, experts, top_k, hidden, inner, fp8=fp8, **given))
     first = draw.randn(tokens, hidden) * 1e-3
     size = {"": None, "token": 0, "block": BLOCK}[fp8]
     x = draw.randn(tokens, k).to(draw.dtype)
     made = Drawn(draw, x, (call.x.float() + first).to(draw.dtype))
-    made.linear(hidden, k, bias=bias, fp8=size, size=1e-3).norm(spread=1e-3)
+    made.linear(hidden, k, bias=bias, fp8=size, size=1e-3)
+    made.norm(spread=1e-3, size=call.x.float().square().mean().sqrt().item() if tokens else 1.0)
     held = {name: t for name in Experts.takes() if (t := getattr(call, name)) is not None}
     constants = {name: getattr(call, name) for name in Experts.constants()}
     made.add(Experts(tensors=tuple(held), **constants), *held.values())
