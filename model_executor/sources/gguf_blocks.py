@@ -57,7 +57,7 @@ def widened(stored: Stored) -> Stored:
     form = STORED_FORMATS[name]
     if name == INT8_ZERO:
         return stored
-    integers = unpack(form.weight, tensors["weight"])
+    integers = unpack(form.weight, tensors["weight"]).int()
     shift = 128 if name == INT8 else 0
     zero = tensors.get("weight_zero")
     if zero is None:

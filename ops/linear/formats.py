@@ -175,32 +175,41 @@ def dequantize(
     units = _units(unpack(stored.weight, weight), scales := unpack(stored.scale, scale))
     if stored.values:
         numbers = _look_up(units, stored.values)
-    elif stored.zero is not None and zero is not None:
-        zeros = unpack(stored.zero, zero) + stored.zero_offset
-        numbers = (units - zeros[:, None, :, None]).float()
     else:
-        numbers = (units - stored.offset).float()
-    numbers = (numbers * scales[:, None, :, None]).flatten(2).flatten(0, 1)
-    return numbers if row_scale is None else numbers * row_scale.float()
+        # Integers of up to 16 bits and their differences are exact in float32.
+        numbers = units.to(torch.float32 if stored.weight.bits <= 16 else torch.float64)
+        if stored.zero is not None and zero is not None:
+            zeros = unpack(stored.zero, zero).to(numbers.dtype) + stored.zero_offset
+            numbers -= zeros[:, None, :, None]
+        elif stored.offset:
+            numbers -= stored.offset
+        numbers = numbers.float()
+    numbers *= scales[:, None, :, None]
+    numbers = numbers.flatten(2).flatten(0, 1)
+    return numbers if row_scale is None else numbers.mul_(row_scale.float())
 
 
 def unpack(tensor: StoredTensor, elements: Tensor) -> Tensor:
-    """The numbers of a stored tensor, each by itself, [rows, columns]: integers in int32 or wider,
-    others in float32."""
+    """The numbers of a stored tensor, each by itself, [rows, columns]: integers in a dtype that
+    holds them, one of 8 bits if that is enough, others in float32."""
     elements = elements.t() if tensor.transposed else elements
     if elements.is_floating_point():
         return elements.float()
-    integers = elements if elements.dtype == torch.int64 else elements.to(torch.int32)
     packing = tensor.packing
     if packing is None:
-        return integers
-    axis, mask = AXES.index(packing.along), 2**packing.bits - 1
-    shifts = (packing.bits * field for field in field_order(tensor))
-    integers = torch.stack([(integers >> shift) & mask for shift in shifts], axis + 1)
-    if packing.signed:
-        half = 2 ** (packing.bits - 1)
-        integers = (integers ^ half) - half
-    return integers.flatten(axis, axis + 1)
+        return elements
+    # What is stacked is several times as large as the elements: it shall be narrow.
+    if elements.dtype not in (torch.uint8, torch.int64):
+        elements = elements.to(torch.int32)
+    narrow = torch.int8 if packing.signed else torch.uint8
+    narrow = narrow if packing.bits <= 8 else elements.dtype
+    mask, half = 2**packing.bits - 1, 2 ** (packing.bits - 1) if packing.signed else 0
+    fields = [(elements >> packing.bits * field) & mask for field in field_order(tensor)]
+    if half:
+        fields = [(field ^ half) - half for field in fields]
+    axis = AXES.index(packing.along)
+    stacked = torch.stack([field.to(narrow) for field in fields], axis + 1)
+    return stacked.flatten(axis, axis + 1)
 
 
 def pack(tensor: StoredTensor, numbers: Tensor) -> Tensor:
@@ -264,11 +273,12 @@ def _units(integers: Tensor, scales: Tensor) -> Tensor:
 
 
 def _look_up(codes: Tensor, values: Sequence[float]) -> Tensor:
-    """The value of each code, without a table, of which a traced graph could hold no copy."""
-    found = torch.zeros_like(codes, dtype=torch.float32)
-    for code, value in enumerate(values):
-        found = torch.where(codes == code, value, found)
-    return found
+    """The value of each code.  The table is made of numbers in the code: a traced graph could hold
+    no copy of a tensor."""
+    table = torch.stack(
+        [torch.full((), value, dtype=torch.float32, device=codes.device) for value in values]
+    )
+    return table.index_select(0, codes.int().flatten()).view(codes.shape)
 
 
 def _nearest(numbers: Tensor, values: tuple[float, ...]) -> Tensor:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,14 @@ from torch import Tensor
 
 from fusewright import ops
 from fusewright.config import UserError
-from fusewright.config.weight_format import STORED_FORMATS, Packing, StoredFormat, StoredTensor
+from fusewright.config.weight_format import (
+    INT_BITS,
+    STORED_FORMATS,
+    Axis,
+    Packing,
+    StoredFormat,
+    StoredTensor,
+)
 from fusewright.model_executor.hf_config import read_spec
 from fusewright.model_executor.loader import load_model
 from fusewright.model_executor.parallel import check_parallel
@@ -140,6 +148,53 @@ def test_layouts_are_those_of_their_libraries() -> None:
     scale = torch.tensor([[4.0]]).to(torch.float8_e8m0fnu)
     blocks = torch.full((1, 16), 0xF2, dtype=torch.uint8)
     assert formats.dequantize(mxfp4, blocks, scale)[0, :2].tolist() == [4.0, -24.0]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("along", ["rows", "columns"])
+def test_packed_numbers_are_fields_of_their_elements(
+    along: Axis, signed: bool, transposed: bool
+) -> None:
+    """In every integer dtype, by shifts of Python's integers, in ascending and in another order."""
+    for (dtype, width), bits, turned in product(INT_BITS.items(), (1, 2, 4, 8, 16), (0, 1)):
+        if bits > width:
+            continue
+        fields = [*range(0, width // bits, 2), *range(1, width // bits, 2)]
+        packing = Packing(bits, along, signed, tuple(fields) if turned else ())
+        tensor = StoredTensor(("w",), dtype, packing=packing, transposed=transposed)
+        elements = torch.randint(-(2**63), 2**63 - 1, (3, 5)).to(getattr(torch, dtype))
+        numbers = formats.unpack(tensor, elements.t() if transposed else elements)
+        expected = torch.zeros(numbers.shape, dtype=torch.int64)
+        for (row, column), field in product(product(range(3), range(5)), range(len(fields))):
+            number = int(elements[row, column]) >> bits * field & (1 << bits) - 1
+            number -= signed * (number >> bits - 1) << bits
+            neighbour = fields[field] if turned else field
+            if along == "rows":
+                expected[row * len(fields) + neighbour, column] = number
+            else:
+                expected[row, column * len(fields) + neighbour] = number
+        assert torch.equal(numbers.long(), expected), tensor
+
+
+@pytest.mark.parametrize("form", [*KNOWN, *STORED_FORMATS.values()], ids=lambda form: form.name)
+def test_numbers_are_those_of_the_formula_to_the_bit(form: StoredFormat) -> None:
+    stored = formats.quantize(form, torch.randn(N, K))
+    integers, scale = (
+        formats.unpack(tensor, stored[name]).double()
+        for name, tensor in (("weight", form.weight), ("weight_scale", form.scale))
+    )
+    zero: Any = form.offset
+    if form.zero is not None:
+        zeros = formats.unpack(form.zero, stored["weight_zero"]).double() + form.zero_offset
+        zero = zeros.repeat_interleave(K // zeros.shape[1], 1)
+    units = torch.tensor(form.values).double()[integers.long()] if form.values else integers - zero
+    expected = (units * scale.repeat_interleave(K // scale.shape[1], 1)).float()
+    if (of_rows := stored.get("weight_row_scale")) is not None:
+        expected *= of_rows
+    operands = (stored["weight"], stored["weight_scale"], stored.get("weight_zero"), of_rows)
+    numbers = formats.dequantize(form, *operands)
+    assert torch.equal(numbers.view(torch.int32), expected.view(torch.int32))
 
 
 @every
