@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 TOOL = Path(__file__).parents[2] / "tools" / "mutants.py"
+# Plugins that are installed take longer to load than the tests of an edit.
+WITHOUT_PLUGINS = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 SOURCE = '''"""A text: 1 + 1."""
 from __future__ import annotations
 
@@ -65,9 +68,8 @@ def checkout(folder: Path) -> Path:
 def run(root: Path, *options: str) -> tuple[int, str, list[dict[str, str]]]:
     output = root.parent / "mutants.json"
     command = [sys.executable, str(TOOL), "--root", str(root), "--paths", "sums.py", "folder"]
-    done = subprocess.run(
-        [*command, "--output", str(output), *options], capture_output=True, text=True, check=False
-    )
+    command += ["--output", str(output), *options]
+    done = subprocess.run(command, env=WITHOUT_PLUGINS, capture_output=True, text=True, check=False)
     assert output.exists(), done.stderr
     return done.returncode, done.stdout, json.loads(output.read_text())["edits"]
 
@@ -103,7 +105,7 @@ def test_tests_that_fail_without_an_edit_stop_the_run(tmp_path: Path) -> None:
     root = checkout(tmp_path)
     (root / "tests" / "test_sums.py").write_text("def test_no():\n    assert False\n")
     command = [sys.executable, str(TOOL), "--root", str(root), "--paths", "sums.py", "--count", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=WITHOUT_PLUGINS, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert (
         "without any edit, tests/test_sums.py::test_no fails in: tests/test_sums.py" in done.stderr
