@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from fusewright.bench import startup
 from fusewright.compiler.artifacts.artifact import Artifact
 from fusewright.ops import KERNELS
 from fusewright.serve.cli import main
-from tests.engine.start_process import environment
+from tests.engine.start_process import environment, run
 
 pytestmark = pytest.mark.usefixtures("warm")
 Capture = pytest.CaptureFixture[str]
@@ -42,13 +40,6 @@ def refusal(capsys: Capture, *argv: str) -> str:
     assert captured.err.startswith("error: ")
     assert captured.err.count("\n") == 1
     return captured.err
-
-
-def shell(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    """``fusewright`` in a process where kernels are compiled, not interpreted."""
-    env = environment(folder) | {"FUSEWRIGHT_CACHE_DIR": str(folder / "store")}
-    command = [sys.executable, "-m", "fusewright.serve.cli", *argv]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
 
 
 # Here
@@ -183,9 +174,15 @@ ABSENT = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.slow
 def test_kernels_for_an_absent_gpu_are_compiled(tmp_path: Path) -> None:
     argv = ["compile", "abacus", "-O2", "--target-sm", "90", "--dtype", "bfloat16", "--json"]
-    done = shell(tmp_path, *argv)
-    assert done.returncode == 0, done.stderr
-    facts = json.loads(done.stdout)
+    # Drafts need the same program, and an artifact of their own kernels.
+    drafting = [*argv, "--no-verify", "--speculative-config", json.dumps(NGRAM)]
+    strict = [*drafting, "--require-cache"]
+    env = environment(tmp_path) | {"FUSEWRIGHT_CACHE_DIR": str(tmp_path / "store")}
+    # In a process where kernels are compiled, not interpreted.
+    told = run("commands", env=env, argvs=[argv, strict, drafting, strict])["told"]
+    (code, out, err), (refused, _, why), (_, of_drafts, _), (found, _, _) = told
+    assert code == 0, err
+    facts = json.loads(out)
     assert facts["label"].endswith("bfloat16, -O2, sm_90")
     artifact = Artifact.open(Path(facts["path"]))
     artifact.verify()
@@ -202,19 +199,15 @@ def test_kernels_for_an_absent_gpu_are_compiled(tmp_path: Path) -> None:
         assert item in left
     assert "compile with the torch that will serve" in left
 
-    # Drafts need the same program, and an artifact of their own kernels.
-    asked = [*argv, "--no-verify", "--speculative-config", json.dumps(NGRAM)]
-    refused = shell(tmp_path, *asked, "--require-cache")
-    assert refused.returncode == 2 and "in kernels: (none) -> of drafts" in refused.stderr
-    done = shell(tmp_path, *asked)
-    program, drafts = (json.loads(line) for line in done.stdout.splitlines())
+    assert refused == 2 and "in kernels: (none) -> of drafts" in why
+    program, drafts = (json.loads(line) for line in of_drafts.splitlines())
     assert (program["built"], program["key"]) == (False, facts["key"])
     more = Artifact.open(Path(drafts["path"])).manifest.files
     own = {
         name.removeprefix("kernels/").partition("_kernel")[0] for name in more if ".cubin" in name
     }
     assert "_place_rows" in own and "_propose_ngrams" in own and not own & names
-    assert shell(tmp_path, *asked, "--require-cache").returncode == 0
+    assert found == 0
 
 
 @ABSENT
