@@ -41,6 +41,19 @@ BATCHES = [
     [[prompt, GREEDY] for prompt in PROMPTS],
     [[prompt, SAMPLED | {"seed": seed}] for seed, prompt in enumerate(PROMPTS)],
 ]
+WAYS: list[dict[str, Any]] = [
+    SAMPLED | {"seed": 1} | top_k | top_p | min_p | penalties
+    for top_k in ({}, {"top_k": 7})
+    for top_p in ({}, {"top_p": 0.9})
+    for min_p in ({}, {"min_p": 0.02})
+    for penalties in ({}, PENALTIES)
+]
+OF_SAMPLING = [
+    *([[PROMPTS[0], way]] for way in WAYS),
+    [[PROMPTS[i % 3], way] for i, way in enumerate(WAYS)],
+    [[PROMPTS[0], GREEDY | PENALTIES], [PROMPTS[1], GREEDY | {"min_tokens": 3}]],
+]
+"""Each way of sampling alone, then all together."""
 ADD: list[Any] = ["12+34=", {"temperature": 0.0, "max_tokens": 8}]
 SUM = "46"
 
@@ -132,6 +145,7 @@ def colds(folder: Path, device: torch.device) -> dict[str, Cold]:
 def test_a_moved_read_only_store_starts_without_compilers_and_with_equal_bits(
     name: str, colds: dict[str, Cold], device: torch.device
 ) -> None:
+    """No way of sampling compiles anything either."""
     cold = colds[name]
     more = {"require_cache": True} | other_limits(device) | DUMMY.get(name, {})
     starts = [options(cold.model, device, level, cold.store) | more for level in cold.told]
@@ -143,12 +157,14 @@ def test_a_moved_read_only_store_starts_without_compilers_and_with_equal_bits(
             before=unprivileged(),
             guard=True,
             starts=starts,
-            batches=BATCHES,
+            batches=BATCHES + OF_SAMPLING,
         )
         assert sandbox.traces() == []
     for warm, first in zip(done["told"], cold.told.values(), strict=True):
         assert first["artifact"]["built"]
-        assert warm["outputs"] == first["outputs"]
+        counts = [[len(c["token_ids"]) for c in batch] for batch in warm["outputs"]]
+        assert counts[len(BATCHES) :] == [[5]] * 16 + [[5] * 16, [9, 9]]
+        assert warm["outputs"][: len(BATCHES)] == first["outputs"]
         assert warm["artifact"] == {"key": first["artifact"]["key"], "built": False}
         assert (warm["sealed"], warm["late"]) == (True, [])
         assert (first["passes"], warm["passes"]) == (True, False), "they take time to import"
@@ -204,30 +220,6 @@ def made(folder: Path, colds: dict[str, Cold], device: torch.device) -> Made:
 
 def answer(out: str) -> str:
     return str(json.loads(out)["outputs"][0]["text"])
-
-
-def test_no_way_of_sampling_compiles_anything(made: Made) -> None:
-    ways: list[dict[str, Any]] = [
-        SAMPLED | {"seed": 1} | top_k | top_p | min_p | penalties
-        for top_k in ({}, {"top_k": 7})
-        for top_p in ({}, {"top_p": 0.9})
-        for min_p in ({}, {"min_p": 0.02})
-        for penalties in ({}, PENALTIES)
-    ]
-    alone = [[[PROMPTS[0], way]] for way in ways]
-    together = [[[PROMPTS[i % 3], way] for i, way in enumerate(ways)]]
-    greedy = [[[PROMPTS[0], GREEDY | PENALTIES], [PROMPTS[1], GREEDY | {"min_tokens": 3}]]]
-    done = run(
-        "start_all",
-        env=Sandbox(made.folder / "sampling").env(),
-        guard=True,
-        starts=[made.options(require_cache=True, max_num_seqs=64, num_gpu_blocks_override=128)],
-        batches=[*alone, *together, *greedy],
-    )
-    (told,) = done["told"]
-    assert (told["sealed"], told["late"], done["loaded"]) == (True, [], [])
-    counts = [[len(c["token_ids"]) for c in batch] for batch in told["outputs"]]
-    assert counts == [[5]] * 16 + [[5] * 16, [9, 9]]
 
 
 REFUSED = {
