@@ -19,6 +19,13 @@ from .derive import Edit, derive
 HERE = Path(__file__).resolve().parent
 # -O1: a kernel runs for a second, and takes longer to compile. -w: nvcc's pragmas.
 FLAGS = ("-std=c++20", "-O1", "-w", "-include", "emulator.h", f"-I{HERE}")
+# g++ calls a function of races.cpp at each access; that reads who called, and who called that.
+NOTED = (
+    "-fsanitize=thread",
+    "--param=tsan-instrument-func-entry-exit=0",
+    "-fno-omit-frame-pointer",
+    "-g1",
+)
 TIMEOUT_S = 900
 
 
@@ -73,16 +80,19 @@ def compile_source(source: str, target: Path, *flags: str) -> Path:
 
 def build(program: Program, folder: Path) -> Path:
     """The program's executable, in a folder whose machine.o is kept from one to the next."""
-    machine = folder / "machine.o"
-    if not machine.exists():
-        compile_source("machine.cpp", machine)
+    machine = [folder / "machine.o", folder / "races.o"]
+    for target in machine:
+        if not target.exists():
+            compile_source(f"{target.stem}.cpp", target)
     sources = folder / "sources"
     shutil.rmtree(sources, ignore_errors=True)
     derive(program.root, sources, program.edits)
     macros = [f"-D{name}={value}" for name, value in program.macros.items()]
-    driver = compile_source(program.driver, folder / "driver.o", f"-I{sources}", *macros)
+    driver = compile_source(
+        program.driver, folder / "driver.o", f"-I{sources}", *NOTED, *macros
+    )
     executable = folder / Path(program.driver).stem
-    subprocess.run(["g++", driver, machine, "-o", executable], check=True, timeout=TIMEOUT_S)
+    subprocess.run(["g++", driver, *machine, "-o", executable], check=True, timeout=TIMEOUT_S)
     return executable
 
 

@@ -119,9 +119,22 @@ def experts(*edits: Edit) -> Program:
     return Program("experts.cpp", "moe/packed.cu", edits=edits)
 
 
+# A warpgroup multiplies 64 rows of the weight where its tile has fewer, too. What lies behind them
+# may be written meanwhile: no sum of those rows is sent.
+USED_ROWS = [
+    Edit(
+        "gemm/cluster_linear.cuh",
+        f"    pin({sums});\n    wgmma_fence();",
+        f"    emulator::machine.thread->used_rows = share.rows - group * 64;\n"
+        f"    pin({sums});\n    wgmma_fence();",
+    )
+    for sums in ("sums", "part")
+]
+
+
 def cluster_linear(*edits: Edit) -> Program:
     """The linear layer of clusters."""
-    return Program("cluster_linear.cpp", "gemm/cluster_linear.cu", edits=edits)
+    return Program("cluster_linear.cpp", "gemm/cluster_linear.cu", edits=(*USED_ROWS, *edits))
 
 
 # As few blocks as let a warp have several tiles.
@@ -226,5 +239,63 @@ MISTAKES = {
     "sums_are_read_before_they_have_come": (
         cluster_linear(Edit("gemm/cluster_linear.cuh", "shared.inbox.wait(0);", "")),
         scheduled(LINEAR[:1], ALONE),
+    ),
+}
+
+# Races, each of which is to be named in every schedule.
+LINEAR_SOURCE = "gemm/cluster_linear.cuh"
+RACES = {
+    "a_warp_reads_what_other_lanes_copy": (
+        decode(
+            BF16,
+            BF16,
+            64,
+            1,
+            Edit(STREAM, "<T::kStages - 1>();\n    __syncwarp();", "<T::kStages - 1>();"),
+        ),
+        scheduled(CLUSTERS[:1], ALONE),
+    ),
+    "a_lane_copies_over_what_others_read": (
+        decode(BF16, BF16, 64, 1, Edit(STREAM, "sums);\n    __syncwarp();", "sums);")),
+        scheduled(CLUSTERS[:1], ALONE),
+    ),
+    "a_team_merges_without_a_barrier": (
+        decode(BF16, BF16, 64, 1, Edit(ITEMS, "sums);\n  __syncthreads();", "sums);")),
+        scheduled(CLUSTERS[:1], ALONE),
+    ),
+    "a_stage_is_filled_without_a_wait": (
+        cluster_linear(
+            Edit(LINEAR_SOURCE, "barrier_wait(shared_address(&shared.empty[stage]), parity);", "")
+        ),
+        scheduled(LINEAR[2:], ALONE),
+    ),
+    "a_stage_is_given_back_before_it_is_read": (
+        cluster_linear(
+            Edit(
+                LINEAR_SOURCE,
+                "wgmma_wait_group<1>();\n    if (line > 0)",
+                "wgmma_wait_group<2>();\n    if (line > 0)",
+            )
+        ),
+        scheduled(LINEAR[2:], ALONE),
+    ),
+    "sums_are_sent_before_the_cluster_has_begun": (
+        cluster_linear(Edit(LINEAR_SOURCE, "cluster_wait();  // every block's inbox is ready", "")),
+        scheduled(LINEAR[:1], ALONE),
+    ),
+    "scales_are_read_without_a_barrier": (
+        cluster_linear(Edit(LINEAR_SOURCE, "bar.sync %0, %1;", "")),
+        scheduled(LINEAR[1:2], ALONE),
+    ),
+    "a_warps_parts_are_added_without_a_barrier": (
+        experts(
+            FEW,
+            Edit(
+                "moe/packed.cuh",
+                "    }\n    sync();\n    for (int other = 1;",
+                "    }\n    for (int other = 1;",
+            ),
+        ),
+        scheduled(EXPERTS[:1], ALONE),
     ),
 }

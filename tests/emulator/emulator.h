@@ -120,15 +120,16 @@ inline Value __ldg(const Value* from) {
   return *from;
 }
 
-inline unsigned atomicInc(unsigned* at, unsigned most) {
-  const unsigned before = *at;
-  *at = before >= most ? 0 : before + 1;
-  return before;
+FW_INLINED unsigned atomicInc(unsigned* at, unsigned most) {
+  return emulator::atomically(at, [&] {
+    const unsigned before = *at;
+    return std::exchange(*at, before >= most ? 0 : before + 1);
+  });
 }
 
 template <typename Value>
-inline Value atomicAdd(Value* at, std::type_identity_t<Value> addend) {
-  return std::exchange(*at, *at + addend);
+FW_INLINED Value atomicAdd(Value* at, std::type_identity_t<Value> addend) {
+  return emulator::atomically(at, [&] { return std::exchange(*at, *at + addend); });
 }
 
 #define cudaGridDependencySynchronize emulator::wait_for_previous

@@ -81,11 +81,25 @@ void prepare(Thread& thread, Block& block, int index) {
   thread.stack = stack;
   thread.block = &block;
   thread.index = index;
+  const int warp = index / kWarpLanes, warps = machine.block_threads / kWarpLanes;
+  thread.known = Known(block.rank * warps + warp, index % kWarpLanes);
   void** top = reinterpret_cast<void**>(stack + kStackBytes - 64);
   *--top = nullptr;  // where run_thread would return to
   *--top = reinterpret_cast<void*>(&run_thread);
   for (int i = 0; i < kSavedRegisters; ++i) *--top = nullptr;
   thread.stack_pointer = top;
+}
+
+char* take_memory(Block& block) {
+  if (!machine.arena) {
+    void* arena = mmap(nullptr, kArenaBytes * kMostBlocks, PROT_READ | PROT_WRITE,
+                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (arena == MAP_FAILED) fail("no memory for blocks");
+    machine.arena = static_cast<char*>(arena);
+  }
+  if (machine.blocks_in_arena.size() == kMostBlocks) fail("too many blocks");
+  machine.blocks_in_arena.push_back(&block);
+  return machine.arena + (machine.blocks_in_arena.size() - 1) * kArenaBytes;
 }
 
 bool can_run(const Thread& thread) {
@@ -149,8 +163,8 @@ void check_end(const Block& block) {
   for (const NamedBarrier& barrier : block.named) {
     if (barrier.arrived) fail("a named barrier is half full at the end of a block");
   }
-  const char* behind = block.memory.get() + kDynamicBegin + block.dynamic_bytes;
-  const char* end = block.memory.get() + kSharedBytes;
+  const char* behind = block.memory + kDynamicBegin + block.dynamic_bytes;
+  const char* end = block.memory + kSharedBytes;
   if (std::any_of(behind, end, [](char byte) { return byte != '\xff'; })) {
     fail("a block wrote behind its dynamic shared memory");
   }
@@ -164,6 +178,14 @@ void fail(const std::string& fault) {
   printf("FAULT %s%s\n", fault.c_str(), where.c_str());
   fflush(stdout);
   _exit(3);
+}
+
+void Copy::apply() const {
+  if (from) {
+    memcpy(to, from, bytes);
+  } else {
+    memset(to, 0, bytes);
+  }
 }
 
 void leave_fiber() { emulator_switch(&machine.thread->stack_pointer, machine.scheduler_stack); }
@@ -189,8 +211,8 @@ std::unique_ptr<Cluster> make_cluster(int first, int y, int blocks, int dynamic_
     block.running = machine.block_threads;
     block.dynamic_bytes = dynamic_bytes;
     block.cluster = cluster.get();
-    block.memory = std::make_unique_for_overwrite<char[]>(kSharedBytes + kVariableBytes);
-    memset(block.memory.get(), 0xff, kSharedBytes + kVariableBytes);
+    block.memory = take_memory(block);
+    memset(block.memory, 0xff, kSharedBytes + kVariableBytes);
     block.meetings.resize(machine.block_threads / kWarpLanes);
   }
   return cluster;
@@ -244,6 +266,7 @@ void run_clusters(std::vector<std::unique_ptr<Cluster>>& clusters) {
   for (const auto& cluster : clusters) {
     for (const Block& block : cluster->blocks) check_end(block);
   }
+  machine.blocks_in_arena.clear();
 }
 
 }  // namespace emulator

@@ -5,6 +5,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <deque>
@@ -16,6 +17,11 @@
 #include <tuple>
 #include <utility>
 #include <vector>
+
+#include "races.h"
+
+// What notes an access is inlined, so that its place in the program is the kernel's.
+#define FW_INLINED inline __attribute__((always_inline))
 
 inline uint3 gridDim, blockDim;  // of the launch
 
@@ -36,7 +42,6 @@ struct Settings {
 inline Settings settings;
 inline std::mt19937 dice;
 
-constexpr int kWarpLanes = 32;
 constexpr int kSharedBytes = 232448;   // of a block, on an sm_90
 constexpr int kVariableBytes = 32768;  // room of the emulator's own for `__shared__` variables
 constexpr int kDynamicBegin = 1024;    // no address is 0
@@ -66,11 +71,16 @@ struct MemoryBarrier : Phase {
   int count = 0, pending = 0;
   int64_t bytes = 0;
   bool initialized = false;
+  int number_in_cluster = 0;
+  Gathering gathering;
+  ClockPointer last;  // what those knew that arrived in the phase before
 };
 
 struct NamedBarrier : Phase {
   int arrived = 0, expected = 0;
   bool any = false, result[2] = {};
+  Gathering gathering;
+  ClockPointer known[2];
 };
 
 constexpr int kExchangedWords = 6;
@@ -81,6 +91,7 @@ struct Meeting : Phase {
   uint32_t words[2][kWarpLanes][kExchangedWords];
   int arrived = 0;
   const char* instruction = nullptr;
+  WarpGathering gatherings[2];
 };
 
 // ---- threads
@@ -89,16 +100,11 @@ struct Copy {
   void* to;
   const void* from;  // nullptr: zeros
   int bytes;
-  void apply() const {
-    if (from) {
-      memcpy(to, from, bytes);
-    } else {
-      memset(to, 0, bytes);
-    }
-  }
+  void apply() const;  // whose accesses are noted where it begins
 };
 
 struct Block;
+constexpr int kGroupRows = 64;  // of a warpgroup's multiplication
 using Action = std::function<void()>;
 
 struct Thread {
@@ -109,6 +115,9 @@ struct Thread {
   bool ended = false;
   const Phase* waits_for = nullptr;
   uint32_t waited_number = 0;
+  Known known;
+  uint32_t copy_group = 1, multiplication_group = 1;  // that are open
+  int used_rows = kGroupRows;                         // of what it multiplies
   const char* what = "";                      // it waits for, in words
   std::deque<std::vector<Copy>> copy_groups;  // committed, then
   std::vector<Copy> open_copies;              // those that are not
@@ -117,6 +126,11 @@ struct Thread {
   std::vector<Action> stores;  // to global memory, which other blocks do not see before a fence
 
   int lane() const { return index % kWarpLanes; }
+  // Groups of copies or multiplications have ended, all but the last ones before the open one.
+  void know_ended(Counter counter, uint32_t open, size_t pending) {
+    uint32_t& count = known.own[counter + (counter == kCopies ? lane() : 0)];
+    if (open > pending) count = std::max(count, open - 1 - static_cast<uint32_t>(pending));
+  }
   void flush_stores() {
     for (const Action& store : stores) store();
     stores.clear();
@@ -129,7 +143,8 @@ struct Block {
   uint3 index = {};
   int rank = 0, running = 0, dynamic_bytes = 0, variable_bytes = 0;
   Cluster* cluster = nullptr;
-  std::unique_ptr<char[]> memory;
+  char* memory = nullptr;
+  Accesses accesses;
   std::map<std::pair<const char*, int>, char*> variables;
   std::map<uint32_t, MemoryBarrier> barriers;
   NamedBarrier named[kMaxNamedBarriers];
@@ -138,11 +153,18 @@ struct Block {
 
 struct Cluster : Phase {
   std::vector<Block> blocks;
-  int arrived = 0;
+  int arrived = 0, barriers = 0;
+  Gathering gathering;
+  ClockPointer known;
 };
+
+// Shared memory of all blocks that are on the machine together.
+constexpr int64_t kArenaBytes = 1 << 19;  // of a block
+constexpr int64_t kMostBlocks = 1 << 12;
 
 struct Machine {
   Thread* thread = nullptr;  // that runs
+  bool beside = false;       // what runs is not the thread's, but was begun by it
   int block_threads = 0;
   void* scheduler_stack = nullptr;
   std::vector<Action> events;  // that happen by themselves: data that is on its way
@@ -150,6 +172,8 @@ struct Machine {
   Phase previous_end;
   std::vector<std::unique_ptr<Thread>> threads;
   Action kernel;
+  char* arena = nullptr;
+  std::vector<Block*> blocks_in_arena;
 
   Block& block() { return *thread->block; }
   Cluster& cluster() { return *thread->block->cluster; }
@@ -168,10 +192,17 @@ inline void wait(const Phase& phase, const char* what) {
 
 inline bool toss(unsigned sides) { return dice() % sides == 0; }
 
+// Does what is not the thread's own: its accesses are noted where it begins.
+inline void act(const Action& action) {
+  machine.beside = true;
+  action();
+  machine.beside = false;
+}
+
 // Something that happens while the thread goes on.
 inline void happen(Action event) {
   if (settings.timing == Timing::kEarly) {
-    event();
+    act(event);
   } else {
     machine.events.push_back(std::move(event));
   }

@@ -15,7 +15,7 @@ constexpr uint32_t kOffsetMask = (1u << kRankShift) - 1;
 // ---- addresses
 
 inline uint32_t offset_of(const void* pointer) {
-  const int64_t offset = static_cast<const char*>(pointer) - machine.block().memory.get();
+  const int64_t offset = static_cast<const char*>(pointer) - machine.block().memory;
   if (offset < 0 || offset >= kSharedBytes + kVariableBytes)
     fail("not an address of shared memory");
   return static_cast<uint32_t>(offset);
@@ -36,10 +36,10 @@ inline char* shared_memory(uint32_t address, int bytes, int alignment) {
       begin < kSharedBytes ? kDynamicBegin + block.dynamic_bytes : kSharedBytes + kVariableBytes;
   if (begin < kDynamicBegin || end > limit) fail("beyond the block's shared memory");
   if (begin % alignment != 0) fail("misaligned address of shared memory");
-  return block.memory.get() + begin;
+  return block.memory + begin;
 }
 
-inline char* dynamic_memory() { return machine.block().memory.get() + kDynamicBegin; }
+inline char* dynamic_memory() { return machine.block().memory + kDynamicBegin; }
 
 // A `__shared__` variable, by where it is declared.
 template <typename Variable>
@@ -50,28 +50,40 @@ Variable& shared_variable(const char* file, int line) {
     const int begin = (block.variable_bytes + 127) / 128 * 128;
     block.variable_bytes = begin + static_cast<int>(sizeof(Variable));
     if (block.variable_bytes > kVariableBytes) fail("no room for shared variables");
-    place = block.memory.get() + kSharedBytes + begin;
+    place = block.memory + kSharedBytes + begin;
   }
   return *reinterpret_cast<Variable*>(place);
 }
 
 template <typename... Words>
-void store_shared(uint32_t address, Words... words) {
+FW_INLINED void store_shared(uint32_t address, Words... words) {
   char* to = shared_memory(address, (sizeof(Words) + ...), (sizeof(Words) + ...));
+  note(Kind::kWrite, to, (sizeof(Words) + ...));
   ((memcpy(to, &words, sizeof(Words)), to += sizeof(Words)), ...);
 }
 
 template <typename... Words>
-void load_shared(uint32_t address, Words&... words) {
+FW_INLINED void load_shared(uint32_t address, Words&... words) {
   const char* from = shared_memory(address, (sizeof(Words) + ...), (sizeof(Words) + ...));
+  note(Kind::kRead, from, (sizeof(Words) + ...));
   ((memcpy(&words, from, sizeof(Words)), from += sizeof(Words)), ...);
 }
 
 template <typename Narrow>
-Narrow load_shared_as(uint32_t address) {
+FW_INLINED Narrow load_shared_as(uint32_t address) {
   Narrow value;
   load_shared(address, value);
   return value;
+}
+
+// An access that orders no others.
+template <typename Value, typename Change>
+FW_INLINED Value atomically(Value* at, const Change& change) {
+  note(Kind::kAtomic, at, sizeof *at);
+  machine.beside = true;
+  const Value before = change();
+  machine.beside = false;
+  return before;
 }
 
 inline uint32_t address_in(uint32_t address, int rank) {
@@ -85,38 +97,58 @@ inline void advance_if_over(MemoryBarrier& barrier) {
   if (barrier.pending > 0 || barrier.bytes != 0) return;
   barrier.pending = barrier.count;
   barrier.end();
+  barrier.last = barrier.gathering.end(barrier.number_in_cluster, barrier.number);
 }
 
-inline MemoryBarrier& barrier_at(uint32_t address) {
-  shared_memory(address, 8, 8);
+FW_INLINED MemoryBarrier& barrier_at(uint32_t address) {
+  note(Kind::kAtomic, shared_memory(address, 8, 8), 8);
   MemoryBarrier& barrier = owner_of(address).barriers[address & kOffsetMask];
   if (!barrier.initialized) fail("a barrier that is not initialized");
   return barrier;
 }
 
-inline void init_barrier(uint32_t address, int count) {
-  shared_memory(address, 8, 8);
+FW_INLINED void init_barrier(uint32_t address, int count) {
+  note(Kind::kWrite, shared_memory(address, 8, 8), 8);
   MemoryBarrier& barrier = owner_of(address).barriers[address & kOffsetMask];
   barrier = {};
   barrier.count = barrier.pending = count;
   barrier.initialized = true;
+  barrier.number_in_cluster = machine.cluster().barriers++;
 }
 
-inline void arrive(uint32_t address, int expected_bytes = 0) {
+FW_INLINED void arrive(uint32_t address, int expected_bytes = 0) {
   MemoryBarrier& barrier = barrier_at(address);
+  barrier.gathering.add(machine.thread->known.release());
   barrier.bytes += expected_bytes;
   --barrier.pending;
   advance_if_over(barrier);
 }
 
-inline void bytes_arrive(MemoryBarrier& barrier, int64_t bytes) {
-  barrier.bytes -= bytes;
-  advance_if_over(barrier);
-}
+// Bytes that are written beside the thread that begins it, and counted by a barrier.
+struct Landing {
+  MemoryBarrier* barrier;
+  uint32_t phase;
+  int64_t bytes;
+  Known known;  // to the thread that began it
 
-inline void wait_for_parity(uint32_t address, uint32_t parity) {
+  FW_INLINED Landing(const void* to, int64_t bytes, uint32_t barrier_address)
+      : barrier(&barrier_at(barrier_address)), phase(barrier->number + 1), bytes(bytes) {
+    note_landing(to, bytes, barrier->number_in_cluster, phase);
+    known = machine.thread->known.release();
+  }
+
+  void end() const {
+    if (barrier->number + 1 != phase) fail("bytes are counted in another phase of their barrier");
+    barrier->gathering.add(known);
+    barrier->bytes -= bytes;
+    advance_if_over(*barrier);
+  }
+};
+
+FW_INLINED void wait_for_parity(uint32_t address, uint32_t parity) {
   const MemoryBarrier& barrier = barrier_at(address);
   while ((barrier.number & 1) == (parity & 1)) wait(barrier, "a barrier in shared memory");
+  machine.thread->known.acquire(barrier.last);
 }
 
 // Returns the barrier's new phase in the block, and whether this thread ended the one before.
@@ -127,8 +159,10 @@ inline bool arrive_named(int id, int threads, bool vote = false) {
   if (barrier.arrived > 0 && barrier.expected != threads) fail("a named barrier of two counts");
   barrier.expected = threads;
   barrier.any |= vote;
+  barrier.gathering.add(machine.thread->known.release());
   if (++barrier.arrived < threads) return false;
   barrier.result[barrier.number & 1] = barrier.any;
+  barrier.known[barrier.number & 1] = barrier.gathering.end();
   barrier.any = false;
   barrier.arrived = 0;
   barrier.end();
@@ -139,13 +173,16 @@ inline bool sync_named(int id, int threads, bool vote = false) {
   NamedBarrier& barrier = machine.block().named[id];
   const uint32_t phase = barrier.number;
   if (!arrive_named(id, threads, vote)) wait(barrier, "a named barrier");
+  machine.thread->known.acquire(barrier.known[phase & 1]);
   return barrier.result[phase & 1];
 }
 
 inline void arrive_cluster() {
   Cluster& cluster = machine.cluster();
   const int threads = static_cast<int>(cluster.blocks.size()) * machine.block_threads;
+  cluster.gathering.add(machine.thread->known.release());
   if (++cluster.arrived < threads) return;
+  cluster.known = cluster.gathering.end();
   cluster.arrived = 0;
   cluster.end();
 }
@@ -153,15 +190,17 @@ inline void arrive_cluster() {
 inline void wait_cluster() {
   const uint32_t goal = ++machine.thread->cluster_waits;
   while (machine.cluster().number < goal) wait(machine.cluster(), "its cluster");
+  machine.thread->known.acquire(machine.cluster().known);
 }
 
 // ---- copies
 
-inline void copy_async(uint32_t to, const void* from, int bytes, int read_bytes) {
+FW_INLINED void copy_async(uint32_t to, const void* from, int bytes, int read_bytes) {
   if (reinterpret_cast<uintptr_t>(from) % bytes != 0) fail("misaligned source of a copy");
   char probe[16];
   memcpy(probe, from, read_bytes);  // the address is valid now
   const Copy copy = {shared_memory(to, bytes, bytes), read_bytes > 0 ? from : nullptr, bytes};
+  note_copy(copy.to, bytes);
   if (settings.timing == Timing::kEarly || (settings.timing == Timing::kRandom && toss(2))) {
     copy.apply();
   } else {
@@ -172,6 +211,7 @@ inline void copy_async(uint32_t to, const void* from, int bytes, int read_bytes)
 inline void commit_copies() {
   machine.thread->copy_groups.push_back(std::move(machine.thread->open_copies));
   machine.thread->open_copies.clear();
+  ++machine.thread->copy_group;
 }
 
 inline void wait_for_copies(size_t pending) {
@@ -179,10 +219,11 @@ inline void wait_for_copies(size_t pending) {
   for (; groups.size() > pending; groups.pop_front()) {
     for (const Copy& copy : groups.front()) copy.apply();
   }
+  machine.thread->know_ended(kCopies, machine.thread->copy_group, pending);
 }
 
 // An arrival when this thread's copies until now have landed.
-inline void arrive_after_copies(uint32_t address) {
+FW_INLINED void arrive_after_copies(uint32_t address) {
   Thread& thread = *machine.thread;
   std::vector<Copy> copies = std::move(thread.open_copies);
   for (const auto& group : thread.copy_groups) {
@@ -191,8 +232,11 @@ inline void arrive_after_copies(uint32_t address) {
   thread.copy_groups.clear();
   thread.open_copies.clear();
   MemoryBarrier* barrier = &barrier_at(address);
-  happen([copies, barrier] {
+  Known known = thread.known.release();
+  known.own[kCopies + known.lane] = thread.copy_group++;
+  happen([copies, barrier, known] {
     for (const Copy& copy : copies) copy.apply();
+    barrier->gathering.add(known);
     --barrier->pending;
     advance_if_over(*barrier);
   });
@@ -200,10 +244,10 @@ inline void arrive_after_copies(uint32_t address) {
 
 // Stores into the block whose addresses these are, and takes the bytes off its barrier.
 template <typename... Words>
-void store_remote(uint32_t to, uint32_t barrier_address, Words... words) {
+FW_INLINED void store_remote(uint32_t to, uint32_t barrier_address, Words... words) {
   constexpr int kBytes = (sizeof(Words) + ...);
   char* place = shared_memory(to, kBytes, kBytes);
-  MemoryBarrier* barrier = &barrier_at(barrier_address);
+  const Landing landing(place, kBytes, barrier_address);
   Block* block = &owner_of(to);
   if (block != &owner_of(barrier_address)) fail("data and barrier lie in two blocks");
   const auto data = std::make_tuple(words...);
@@ -213,17 +257,17 @@ void store_remote(uint32_t to, uint32_t barrier_address, Words... words) {
     std::apply(
         [&](const auto&... each) { ((memcpy(at, &each, sizeof each), at += sizeof each), ...); },
         data);
-    bytes_arrive(*barrier, kBytes);
+    landing.end();
   });
 }
 
-inline void copy_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier_address) {
+FW_INLINED void copy_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier_address) {
   if (reinterpret_cast<uintptr_t>(from) % 16 != 0 || bytes % 16 != 0) fail("misaligned bulk copy");
   const Copy copy = {shared_memory(to, bytes, 16), from, bytes};
-  MemoryBarrier* barrier = &barrier_at(barrier_address);
+  const Landing landing(copy.to, bytes, barrier_address);
   happen([=] {
     copy.apply();
-    bytes_arrive(*barrier, copy.bytes);
+    landing.end();
   });
 }
 
@@ -286,7 +330,7 @@ inline void copy_line(const TensorMap& map, const int64_t* at, char* line, int n
 }
 
 template <typename... Coordinates>
-void copy_box(uint32_t to, const void* described, uint32_t barrier_address,
+FW_INLINED void copy_box(uint32_t to, const void* described, uint32_t barrier_address,
               Coordinates... coordinates) {
   uint64_t number;
   memcpy(&number, described, sizeof number);
@@ -296,7 +340,7 @@ void copy_box(uint32_t to, const void* described, uint32_t barrier_address,
   int lines = 1;
   for (int i = 1; i < map.dimensions; ++i) lines *= map.box[i];
   char* first = shared_memory(to, lines * kLineBytes, kAtomBytes);
-  MemoryBarrier* barrier = &barrier_at(barrier_address);
+  const Landing landing(first, lines * kLineBytes, barrier_address);
   const int64_t begin[] = {coordinates...};
   happen([=] {
     for (int line = 0; line < lines; ++line) {
@@ -307,7 +351,7 @@ void copy_box(uint32_t to, const void* described, uint32_t barrier_address,
       }
       copy_line(map, at, first + line * kLineBytes, line);
     }
-    bytes_arrive(*barrier, lines * kLineBytes);
+    landing.end();
   });
 }
 

@@ -42,7 +42,15 @@ Words meet(const char* instruction, uint32_t mask, const uint32_t (&words)[kCoun
   return meeting.words[buffer];
 }
 
-inline void sync_warp(uint32_t mask = kAllLanes) { meet("__syncwarp", mask, {0}); }
+// Alone of what lanes do together, it orders their accesses of memory.
+inline void sync_warp(uint32_t mask = kAllLanes) {
+  Thread& thread = *machine.thread;
+  Meeting& meeting = thread.block->meetings[thread.index / kWarpLanes][mask];
+  WarpGathering& gathering = meeting.gatherings[meeting.number & 1];
+  gathering.add(thread.known, meeting.arrived == 0);
+  meet("__syncwarp", mask, {0});
+  gathering.leave(thread.known, mask);
+}
 
 // Beyond the warp a lane has its own value; that of a lane which does not take part is any.
 template <typename Value>
@@ -65,7 +73,7 @@ inline uint16_t half_of(uint32_t word, int which) {
   return static_cast<uint16_t>(which ? word >> 16 : word);
 }
 
-inline void load_matrices(uint32_t (&to)[4], uint32_t address, bool transposed) {
+FW_INLINED void load_matrices(uint32_t (&to)[4], uint32_t address, bool transposed) {
   const Words rows = meet("ldmatrix", kAllLanes, {address});
   const int lane = machine.thread->lane();
   for (int matrix = 0; matrix < 4; ++matrix) {
@@ -74,18 +82,20 @@ inline void load_matrices(uint32_t (&to)[4], uint32_t address, bool transposed) 
       const int row = transposed ? lane % 4 * 2 + i : lane / 4;
       const int column = transposed ? lane / 4 : lane % 4 * 2 + i;
       const char* line = shared_memory(rows[matrix * 8 + row][0], 16, 16);
+      note(Kind::kRead, line + column * 2, 2);
       memcpy(&elements[i], line + column * 2, 2);
     }
     to[matrix] = elements[0] | static_cast<uint32_t>(elements[1]) << 16;
   }
 }
 
-inline void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+FW_INLINED void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   const uint32_t words[4] = {a, b, c, d};
   const Words rows = meet("stmatrix", kAllLanes, {address});
   const int lane = machine.thread->lane();
   for (int matrix = 0; matrix < 4; ++matrix) {
     char* line = shared_memory(rows[matrix * 8 + lane / 4][0], 16, 16);
+    note(Kind::kWrite, line + lane % 4 * 4, 4);
     memcpy(line + lane % 4 * 4, &words[matrix], 4);
   }
 }
@@ -172,23 +182,34 @@ struct Described {
         begin(static_cast<uint32_t>(descriptor & 0x3fff) << 4),
         stride(static_cast<uint32_t>(descriptor >> 32 & 0x3fff) << 4) {}
 
+  // Where some bytes of a row are.
+  const char* place(int row, int byte, int bytes) const {
+    uint32_t at = begin + row / kAtomLines * stride + row % kAtomLines * kLineBytes + byte;
+    at ^= (at / kLineBytes % kAtomLines) << 4;
+    if (at + bytes > static_cast<uint32_t>(kDynamicBegin + block->dynamic_bytes)) {
+      fail("a multiplication reads beyond shared memory");
+    }
+    return block->memory + at;
+  }
+
   template <Element kElement>
   float number(int row, int i) const {
     constexpr int kBytes = bytes_of(kElement);
-    uint32_t at = begin + row / kAtomLines * stride + row % kAtomLines * kLineBytes + i * kBytes;
-    at ^= (at / kLineBytes % kAtomLines) << 4;
-    if (at + kBytes > static_cast<uint32_t>(kDynamicBegin + block->dynamic_bytes)) {
-      fail("a multiplication reads beyond shared memory");
-    }
     uint32_t bits = 0;
-    memcpy(&bits, block->memory.get() + at, kBytes);
+    memcpy(&bits, place(row, i * kBytes, kBytes), kBytes);
     return number_of<kElement>(bits);
+  }
+
+  // Its lanes read these rows together.
+  FW_INLINED void note_rows(int first, int count) const {
+    if (machine.thread->lane() != 0) return;
+    for (int i = 0; i < 2 * count; ++i) note_multiplied(place(first + i / 2, i % 2 * 16, 16), 16);
   }
 };
 
 inline void start_multiplication(Action multiplication) {
   if (settings.timing == Timing::kEarly) {
-    multiplication();
+    act(multiplication);
   } else {
     machine.thread->open_multiplications.push_back(std::move(multiplication));
   }
@@ -219,10 +240,13 @@ void multiply_rows(float* d, int lane, const Described& b, bool fresh, const Row
 }
 
 template <Element kElement, int kCount>
-void multiply_group(float (&d)[kCount], uint64_t a, uint64_t b, bool fresh) {
+FW_INLINED void multiply_group(float (&d)[kCount], uint64_t a, uint64_t b, bool fresh) {
   float* to = d;
   const int thread = machine.thread->index;
   const Described left(a), right(b);
+  const int first_row = thread / kWarpLanes % 4 * 16;
+  left.note_rows(first_row, std::clamp(machine.thread->used_rows - first_row, 0, 16));
+  right.note_rows(0, 2 * kCount);
   start_multiplication([=] {
     const int first = thread / kWarpLanes % 4 * 16 + thread % kWarpLanes / 4;
     multiply_rows<kElement, kCount>(to, thread % kWarpLanes, right, fresh, [&](int lower, int i) {
@@ -233,7 +257,7 @@ void multiply_group(float (&d)[kCount], uint64_t a, uint64_t b, bool fresh) {
 
 // The same with a's rows in registers.
 template <Element kElement, int kCount>
-void multiply_group(float (&d)[kCount], const uint32_t* a, uint64_t b, bool fresh) {
+FW_INLINED void multiply_group(float (&d)[kCount], const uint32_t* a, uint64_t b, bool fresh) {
   const Words words = meet("wgmma", kAllLanes, {a[0], a[1], a[2], a[3]});
   float* to = d;
   const int lane = machine.thread->lane();
@@ -242,6 +266,7 @@ void multiply_group(float (&d)[kCount], const uint32_t* a, uint64_t b, bool fres
     std::copy_n(words[lane / 4 * 4 + quad], 4, held[quad].begin());
   }
   const Described right(b);
+  right.note_rows(0, 2 * kCount);
   start_multiplication([=] {
     multiply_rows<kElement, kCount>(to, lane, right, fresh, [&](int lower, int i) {
       return number_in_row<kElement>(
@@ -253,14 +278,16 @@ void multiply_group(float (&d)[kCount], const uint32_t* a, uint64_t b, bool fres
 inline void commit_multiplications() {
   machine.thread->multiplications.push_back(std::move(machine.thread->open_multiplications));
   machine.thread->open_multiplications.clear();
+  ++machine.thread->multiplication_group;
 }
 
 inline void wait_for_multiplications(size_t pending) {
   auto& groups = machine.thread->multiplications;
   for (; groups.size() > pending; groups.pop_front()) {
-    for (const Action& multiplication : groups.front()) multiplication();
+    for (const Action& multiplication : groups.front()) act(multiplication);
   }
-  sync_warp();
+  machine.thread->know_ended(kMultiplications, machine.thread->multiplication_group, pending);
+  meet("wgmma.wait_group", kAllLanes, {0});
 }
 
 // ---- arithmetic of instructions that C++ has no word for
