@@ -83,7 +83,7 @@ def build(program: Program, folder: Path) -> Path:
     machine = [folder / "machine.o", folder / "races.o"]
     for target in machine:
         if not target.exists():
-            compile_source(f"{target.stem}.cpp", target)
+            compile_source(f"{target.stem}.cpp", target, "-O3")
     sources = folder / "sources"
     shutil.rmtree(sources, ignore_errors=True)
     derive(program.root, sources, program.edits)

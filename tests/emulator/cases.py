@@ -100,6 +100,18 @@ LINEAR = (
     "tokens=9 features=264 columns=512",
     "tokens=33 features=264 columns=512 fp8=1",
     "tokens=64 features=48 columns=1280 bias=0",
+    # More lines a block than its ring has stages.
+    "tokens=9 features=48 columns=8192",
+    "tokens=3 features=24 columns=16384 fp8=1 bias=0",
+)
+# One block a tile, which goes round its ring, and two of them.
+STREAMED = (
+    "tokens=8 features=96 columns=4096",
+    "tokens=5 features=40 columns=8192 bias=0",
+)
+GROUPED = (
+    "experts=3 slots=150,0,40 columns=640 outputs=384",
+    "experts=2 slots=3,70 columns=128 outputs=128",
 )
 
 
@@ -137,6 +149,17 @@ def cluster_linear(*edits: Edit) -> Program:
     return Program("cluster_linear.cpp", "gemm/cluster_linear.cu", edits=(*USED_ROWS, *edits))
 
 
+def streamed_linear(*edits: Edit) -> Program:
+    """The linear layer that streams a weight, for up to 8 tokens."""
+    macros = {"FW_STREAMED": "Bf16"}
+    return Program("cluster_linear.cpp", "gemm/cluster_linear.cu", macros, (FEW, *edits))
+
+
+def grouped(scales: str, *edits: Edit) -> Program:
+    """Experts for many rows, which are gathered."""
+    return Program("grouped.cpp", "moe/grouped_launch.cuh", {"FW_SCALES": scales}, edits)
+
+
 # As few blocks as let a warp have several tiles.
 FEW = Edit("gemm/skinny.h", "kMultiprocessors = 132", "kMultiprocessors = 3")
 BF16, HALF, FP8 = "__nv_bfloat16", "__half", "__nv_fp8_e4m3"
@@ -154,6 +177,9 @@ PROGRAMS = {
     "decode_fp16_group_16": (decode(HALF, HALF, 64, 2), scheduled(SIXTEEN, SCHEDULES[2:])),
     "experts": (experts(FEW), scheduled(EXPERTS, ALONE)),
     "cluster_linear": (cluster_linear(), scheduled(LINEAR, ALONE)),
+    "streamed_linear": (streamed_linear(), scheduled(STREAMED, ALONE)),
+    "grouped": (grouped("kNone"), scheduled(GROUPED, ALONE)),
+    "grouped_fp8": (grouped("kBlocks"), scheduled(GROUPED, ALONE)),
 }
 
 # Mistakes in the sources, each in a program that must not pass all of its cases.
@@ -267,7 +293,7 @@ RACES = {
         cluster_linear(
             Edit(LINEAR_SOURCE, "barrier_wait(shared_address(&shared.empty[stage]), parity);", "")
         ),
-        scheduled(LINEAR[2:], ALONE),
+        scheduled(LINEAR[3:4], ALONE),
     ),
     "a_stage_is_given_back_before_it_is_read": (
         cluster_linear(
@@ -277,7 +303,7 @@ RACES = {
                 "wgmma_wait_group<2>();\n    if (line > 0)",
             )
         ),
-        scheduled(LINEAR[2:], ALONE),
+        scheduled(LINEAR[3:4], ALONE),
     ),
     "sums_are_sent_before_the_cluster_has_begun": (
         cluster_linear(Edit(LINEAR_SOURCE, "cluster_wait();  // every block's inbox is ready", "")),

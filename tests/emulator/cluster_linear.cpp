@@ -1,4 +1,5 @@
-// The linear layer whose tiles are divided among the blocks of clusters, against exact sums.
+// Linear layers for few tokens, against exact sums: that whose tiles are divided among the blocks of
+// clusters or, with FW_STREAMED, a format of the one that streams a weight.
 #include "gemm/cluster_linear.cu"
 
 #include "cases.h"
@@ -64,7 +65,12 @@ bool check(const Case& given) {
   auto* y = emulator::device_array<__nv_bfloat16>(static_cast<size_t>(tokens) * features);
   args.y = y;
   const Operands operands = fp8 ? Operands::kFp8 : Operands::kBf16;
+#ifdef FW_STREAMED
+  const cudaError_t error =
+      launch_batch<FW_STREAMED, Batch<8, 8>>(args, OneRank{}, false, nullptr);
+#else
   const cudaError_t error = launch_cluster_linear(args, operands, false, nullptr);
+#endif
   if (error != cudaSuccess) emulator::fail("launch: error " + std::to_string(error));
   emulator::Tally tally;
   for (int token = 0; token < tokens; ++token) {

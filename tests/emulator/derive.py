@@ -24,8 +24,12 @@ INSTRUCTIONS = {
     "griddepcontrol.launch_dependents;": "",
     "griddepcontrol.wait;": "emulator::wait_for_previous()",
     "wgmma.fence.sync.aligned;": "",
+    "fence.proxy.async.shared::cta;": "emulator::machine.thread->known.fence()",
+    "setmaxnreg.dec.sync.aligned.u32 %0;": "",
+    "setmaxnreg.inc.sync.aligned.u32 %0;": "",
     # Barriers.
     "bar.sync %0, %1;": "emulator::sync_named(%0, %1)",
+    "bar.arrive %0, %1;": "emulator::arrive_named(%0, %1)",
     "bar.sync 1, %0;": "emulator::sync_named(1, %0)",
     "barrier.cluster.arrive.release.aligned;": "emulator::arrive_cluster()",
     "barrier.cluster.wait.acquire.aligned;": "emulator::wait_cluster()",
@@ -91,6 +95,10 @@ INSTRUCTIONS = {
     "st.shared.v2.b32 [%0], {%1, %2};": "emulator::store_shared(%0, %1, %2)",
     "st.shared.v4.b32 [%0], {%1, %2, %3, %4};": "emulator::store_shared(%0, %1, %2, %3, %4)",
     "st.shared.v4.f32 [%0], {%1, %2, %3, %4};": "emulator::store_shared(%0, %1, %2, %3, %4)",
+    "ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];": (
+        "{ const uint4 four = *reinterpret_cast<const uint4*>(%4); "
+        "%0 = four.x; %1 = four.y; %2 = four.z; %3 = four.w; }"
+    ),
     "ld.relaxed.sys.global.u32 %0, [%1];": "%0 = *%1",
     "st.relaxed.sys.global.u32 [%0], %1;": "*%0 = %1",
     "ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];": (
@@ -120,6 +128,7 @@ INSTRUCTIONS = {
     # Numbers.
     "ex2.approx.ftz.f32 %0, %1;": "%0 = exp2f(%1)",
     "rcp.approx.ftz.f32 %0, %1;": "%0 = 1.0f / %1",
+    "prmt.b32 %0, %1, %2, %3;": "%0 = emulator::permute_bytes(%1, %2, %3)",
     "prmt.b32 %0, %1, 0, %2;": "%0 = emulator::permute_bytes(%1, 0, %2)",
     "lop3.b32 %0, %1, %2, %3, 0xEA;": "%0 = (%1 & %2) | %3",
     "mul.rn.bf16x2 %0, %1, %2;": "%0 = emulator::multiply_bf16_pairs(%1, %2)",
