@@ -88,9 +88,7 @@ def build(program: Program, folder: Path) -> Path:
     shutil.rmtree(sources, ignore_errors=True)
     derive(program.root, sources, program.edits)
     macros = [f"-D{name}={value}" for name, value in program.macros.items()]
-    driver = compile_source(
-        program.driver, folder / "driver.o", f"-I{sources}", *NOTED, *macros
-    )
+    driver = compile_source(program.driver, folder / "driver.o", f"-I{sources}", *NOTED, *macros)
     executable = folder / Path(program.driver).stem
     subprocess.run(["g++", driver, *machine, "-o", executable], check=True, timeout=TIMEOUT_S)
     return executable

@@ -109,6 +109,13 @@ STREAMED = (
     "tokens=8 features=96 columns=4096",
     "tokens=5 features=40 columns=8192 bias=0",
 )
+# Whole blocks of the cache: both warpgroups clear what a sequence leaves of its last block, each
+# before it reads it, and no order is between them. That is a race, of equal values.
+PREFILL = (
+    "lengths=256,128 queries=200,128 kv_heads=2 group=2 multiprocessors=3",
+    "lengths=384 queries=70 group=1 multiprocessors=3 block_size=64",
+)
+MANY_PACKED = ("tokens=16 features=128 columns=6144", "tokens=9 features=520 columns=512 bias=0")
 GROUPED = (
     "experts=3 slots=150,0,40 columns=640 outputs=384",
     "experts=2 slots=3,70 columns=128 outputs=128",
@@ -128,7 +135,7 @@ def decode(query: str, cache: str, head_dim: int, head_tiles: int = 1, *edits: E
 
 def experts(*edits: Edit) -> Program:
     """Packed experts, for few rows each."""
-    return Program("experts.cpp", "moe/packed.cu", edits=edits)
+    return Program("experts.cpp", "moe/packed.cu", edits=(FEW, *edits))
 
 
 # A warpgroup multiplies 64 rows of the weight where its tile has fewer, too. What lies behind them
@@ -155,8 +162,32 @@ def streamed_linear(*edits: Edit) -> Program:
     return Program("cluster_linear.cpp", "gemm/cluster_linear.cu", macros, (FEW, *edits))
 
 
-def grouped(scales: str, *edits: Edit) -> Program:
-    """Experts for many rows, which are gathered."""
+def prefill(*edits: Edit) -> Program:
+    """Prefill attention of bfloat16 with a head_dim of 64 and two warpgroups."""
+    return Program("prefill.cpp", "attention/prefill.cuh", edits=edits)
+
+
+# Of the tiles for many tokens one, whose blocks go round their rings.
+ONE_TILE = (
+    Edit("gemm/packed_linear.cu", "kBlocksInRound = 100", "kBlocksInRound = 2"),
+    Edit(
+        "gemm/packed_linear.cu",
+        "return launch_format<decltype(format)>(args, programmatic, stream);",
+        "if constexpr (std::is_same_v<decltype(format), MxFp4>)"
+        " return multiply_rows<MxFp4, false, 16, 4, 8>(args, programmatic, stream);"
+        " return cudaErrorInvalidValue;",
+    ),
+)
+
+
+def packed_linear(*edits: Edit) -> Program:
+    """The linear layer by E2M1 for many tokens, whose blocks read each other's sums."""
+    root = "gemm/packed_linear.cu"
+    return Program("cluster_linear.cpp", root, {"FW_PACKED": "1"}, (*ONE_TILE, *edits))
+
+
+def grouped(*edits: Edit, scales: str = "kNone") -> Program:
+    """Experts for many rows, which are gathered; of bfloat16 unless they have scales."""
     return Program("grouped.cpp", "moe/grouped_launch.cuh", {"FW_SCALES": scales}, edits)
 
 
@@ -175,11 +206,13 @@ PROGRAMS = {
         scheduled(JOINED + DECODE, SCHEDULES[2:]),
     ),
     "decode_fp16_group_16": (decode(HALF, HALF, 64, 2), scheduled(SIXTEEN, SCHEDULES[2:])),
-    "experts": (experts(FEW), scheduled(EXPERTS, ALONE)),
+    "experts": (experts(), scheduled(EXPERTS, ALONE)),
     "cluster_linear": (cluster_linear(), scheduled(LINEAR, ALONE)),
     "streamed_linear": (streamed_linear(), scheduled(STREAMED, ALONE)),
-    "grouped": (grouped("kNone"), scheduled(GROUPED, ALONE)),
-    "grouped_fp8": (grouped("kBlocks"), scheduled(GROUPED, ALONE)),
+    "prefill": (prefill(), scheduled(PREFILL, ALONE)),
+    "packed_linear": (packed_linear(), scheduled(MANY_PACKED, ALONE)),
+    "grouped": (grouped(), scheduled(GROUPED, ALONE)),
+    "grouped_fp8": (grouped(scales="kBlocks"), scheduled(GROUPED, ALONE)),
 }
 
 # Mistakes in the sources, each in a program that must not pass all of its cases.
@@ -210,24 +243,6 @@ MISTAKES = {
         decode(BF16, BF16, 64, 1, Edit(ITEMS, "- 1;\n  __threadfence();", "- 1;")),
         scheduled(PARTS[:2] * 4, SCHEDULES[2:3]),
     ),
-    "no_barrier_before_a_team_merges": (
-        decode(BF16, BF16, 64, 1, Edit(ITEMS, "sums);\n  __syncthreads();", "sums);")),
-        scheduled(CLUSTERS[:1], SCHEDULES),
-    ),
-    "a_cluster_is_not_waited_for": (
-        decode(
-            BF16,
-            BF16,
-            64,
-            1,
-            Edit(ITEMS, "    cluster_wait();  // every block has started\n", ""),
-        ),
-        scheduled(CLUSTERS[:1], SCHEDULES),
-    ),
-    "a_chunk_is_read_before_it_is_there": (
-        decode(BF16, BF16, 64, 1, Edit(STREAM, "wait<T::kStages - 1>", "wait<T::kStages>")),
-        scheduled(CLUSTERS[:1], SCHEDULES[:1]),
-    ),
     "fresh_slots_are_read_before_the_wait": (
         decode(
             BF16,
@@ -240,7 +255,6 @@ MISTAKES = {
     ),
     "a_row_shorter_than_the_ring_is_taken": (
         experts(
-            FEW,
             Edit(
                 "moe/packed.cu",
                 "if (empty.steps < splits * T::kStages) return cudaErrorInvalidConfiguration;",
@@ -251,77 +265,88 @@ MISTAKES = {
             ["tokens=8 experts=6 top_k=3 columns=384 rows=1024 gated=1 pairs=1 norm=1"], ALONE
         ),
     ),
-    "no_barrier_behind_the_rows_of_x": (
-        experts(
-            FEW,
-            Edit(
-                "moe/packed.cuh",
-                "entries.begin[behind]);\n    __syncthreads();",
-                "entries.begin[behind]);",
-            ),
-        ),
-        scheduled(EXPERTS, ALONE[2:]),
-    ),
-    "sums_are_read_before_they_have_come": (
-        cluster_linear(Edit("gemm/cluster_linear.cuh", "shared.inbox.wait(0);", "")),
-        scheduled(LINEAR[:1], ALONE),
-    ),
 }
 
-# Races, each of which is to be named in every schedule.
-LINEAR_SOURCE = "gemm/cluster_linear.cuh"
-RACES = {
-    "a_warp_reads_what_other_lanes_copy": (
-        decode(
-            BF16,
-            BF16,
-            64,
-            1,
-            Edit(STREAM, "<T::kStages - 1>();\n    __syncwarp();", "<T::kStages - 1>();"),
-        ),
-        scheduled(CLUSTERS[:1], ALONE),
+
+def plain_decode(*edits: Edit) -> Program:
+    """Decode attention of one tile as it is, but for these edits."""
+    return decode(BF16, BF16, 64, 1, *edits)
+
+
+# Orders that are taken out of a program: what they order is to be named as a race in every schedule
+# of a case. Each is a file, what stands there and what is put in its place.
+LINEAR_SOURCE, PACKED_SOURCE = "gemm/cluster_linear.cuh", "moe/packed.cuh"
+EXPECTED_RACES = {
+    "lanes_read_what_others_copy": (
+        (plain_decode, CLUSTERS[0]),
+        Edit(STREAM, "<T::kStages - 1>();\n    __syncwarp();", "<T::kStages - 1>();"),
     ),
-    "a_lane_copies_over_what_others_read": (
-        decode(BF16, BF16, 64, 1, Edit(STREAM, "sums);\n    __syncwarp();", "sums);")),
-        scheduled(CLUSTERS[:1], ALONE),
+    "lanes_copy_over_what_others_read": (
+        (plain_decode, CLUSTERS[0]),
+        Edit(STREAM, "sums);\n    __syncwarp();", "sums);"),
+    ),
+    "a_chunk_is_read_before_it_is_there": (
+        (plain_decode, CLUSTERS[0]),
+        Edit(STREAM, "wait<T::kStages - 1>", "wait<T::kStages>"),
     ),
     "a_team_merges_without_a_barrier": (
-        decode(BF16, BF16, 64, 1, Edit(ITEMS, "sums);\n  __syncthreads();", "sums);")),
-        scheduled(CLUSTERS[:1], ALONE),
+        (plain_decode, CLUSTERS[0]),
+        Edit(ITEMS, "sums);\n  __syncthreads();", "sums);"),
     ),
-    "a_stage_is_filled_without_a_wait": (
-        cluster_linear(
-            Edit(LINEAR_SOURCE, "barrier_wait(shared_address(&shared.empty[stage]), parity);", "")
+    "sums_are_sent_to_blocks_that_have_not_begun": (
+        (plain_decode, CLUSTERS[0]),
+        Edit(ITEMS, "    cluster_wait();  // every block has started\n", ""),
+    ),
+    "rows_of_x_are_read_without_a_barrier": (
+        (experts, EXPERTS[4]),
+        Edit(
+            PACKED_SOURCE,
+            "entries.begin[behind]);\n    __syncthreads();",
+            "entries.begin[behind]);",
         ),
-        scheduled(LINEAR[3:4], ALONE),
     ),
-    "a_stage_is_given_back_before_it_is_read": (
-        cluster_linear(
-            Edit(
-                LINEAR_SOURCE,
-                "wgmma_wait_group<1>();\n    if (line > 0)",
-                "wgmma_wait_group<2>();\n    if (line > 0)",
-            )
-        ),
-        scheduled(LINEAR[3:4], ALONE),
+    "parts_are_added_without_a_barrier": (
+        (experts, EXPERTS[2]),
+        Edit(PACKED_SOURCE, "    sync();\n    for (int other", "    for (int other"),
     ),
-    "sums_are_sent_before_the_cluster_has_begun": (
-        cluster_linear(Edit(LINEAR_SOURCE, "cluster_wait();  // every block's inbox is ready", "")),
-        scheduled(LINEAR[:1], ALONE),
+    "a_stage_is_given_back_before_it_is_multiplied": (
+        (cluster_linear, LINEAR[3]),
+        Edit(LINEAR_SOURCE, "wait_group<1>();\n    if (line", "wait_group<2>();\n    if (line"),
+    ),
+    "sums_are_read_before_they_have_come": (
+        (cluster_linear, LINEAR[0]),
+        Edit(LINEAR_SOURCE, "shared.inbox.wait(0);", ""),
     ),
     "scales_are_read_without_a_barrier": (
-        cluster_linear(Edit(LINEAR_SOURCE, "bar.sync %0, %1;", "")),
-        scheduled(LINEAR[1:2], ALONE),
+        (cluster_linear, LINEAR[1]),
+        Edit(LINEAR_SOURCE, "bar.sync %0, %1;", ""),
     ),
-    "a_warps_parts_are_added_without_a_barrier": (
-        experts(
-            FEW,
-            Edit(
-                "moe/packed.cuh",
-                "    }\n    sync();\n    for (int other = 1;",
-                "    }\n    for (int other = 1;",
-            ),
+    "a_lane_arrives_before_its_warp_has_read": (
+        (streamed_linear, STREAMED[0]),
+        Edit("common/device.cuh", "__syncwarp();\n  if (lane <", "if (lane <"),
+    ),
+    "sums_are_read_from_blocks_that_add_up": (
+        (packed_linear, MANY_PACKED[0]),
+        Edit(
+            "gemm/packed_linear.cuh",
+            "cluster_wait();\n  } else {\n    sync_threads",
+            "} else {\n    sync_threads",
         ),
-        scheduled(EXPERTS[:1], ALONE),
     ),
+    "values_are_given_back_before_they_are_multiplied": (
+        (prefill, PREFILL[1]),
+        Edit(
+            "attention/prefill_compute.cuh",
+            "softmax(alpha);\n    wgmma_wait_group<0>();",
+            "softmax(alpha);",
+        ),
+    ),
+    "gathered_rows_are_multiplied_without_a_fence": (
+        (grouped, GROUPED[0]),
+        Edit("moe/grouped_compute.cuh", "fence.proxy.async.shared::cta;", ""),
+    ),
+}
+RACES = {
+    name: (program(edit), scheduled([case], ALONE))
+    for name, ((program, case), edit) in EXPECTED_RACES.items()
 }

@@ -1,6 +1,10 @@
-// Linear layers for few tokens, against exact sums: that whose tiles are divided among the blocks of
-// clusters or, with FW_STREAMED, a format of the one that streams a weight.
+// Linear layers, against exact sums: that whose tiles are divided among the blocks of clusters;
+// with FW_STREAMED, a format of the one that streams a weight; with FW_PACKED, that by E2M1.
+#ifdef FW_PACKED
+#include "gemm/packed_linear.cu"
+#else
 #include "gemm/cluster_linear.cu"
+#endif
 
 #include "cases.h"
 
@@ -33,6 +37,24 @@ struct Matrix {
   }
 };
 
+// Numbers of four bits, and the exponents of their groups.
+[[maybe_unused]] void draw_packed(SkinnyLinearArgs& args, std::vector<float>& numbers) {
+  constexpr float kNumbers[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+  constexpr int kGroup = 32;
+  auto* bytes = emulator::drawn_array<uint8_t>(
+      numbers.size() / 2, [] { return static_cast<uint8_t>(emulator::dice()); });
+  auto* exponents = emulator::drawn_array<uint8_t>(
+      numbers.size() / kGroup, [] { return static_cast<uint8_t>(125 + emulator::dice() % 3); });
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    const int nibble = bytes[i / 2] >> i % 2 * 4 & 15;
+    const float number = std::ldexp(kNumbers[nibble & 7], exponents[i / kGroup] - 127);
+    numbers[i] = nibble & 8 ? -number : number;
+  }
+  args.weight = bytes;
+  args.weight_row_stride = args.in_features / 2;
+  args.group = {exponents, nullptr, args.in_features / kGroup, 5};
+}
+
 float* scales(int count) {
   return emulator::drawn_array<float>(
       count, [] { return std::exp2(-static_cast<float>(emulator::dice() % 3)); });
@@ -42,7 +64,8 @@ bool check(const Case& given) {
   const int tokens = given.number("tokens", 9), features = given.number("features", 264);
   const int columns = given.number("columns", 512), stride = columns + 16;
   const bool fp8 = given.number("fp8"), each = given.number("scale_each", 1);
-  const Matrix x(tokens, columns, stride, fp8), weight(features, columns, columns, fp8);
+  const Matrix x(tokens, columns, stride, fp8);
+  Matrix weight(features, columns, columns, fp8);
   SkinnyLinearArgs args = {};
   args.x = x.data;
   args.weight = weight.data;
@@ -64,10 +87,12 @@ bool check(const Case& given) {
   }
   auto* y = emulator::device_array<__nv_bfloat16>(static_cast<size_t>(tokens) * features);
   args.y = y;
-  const Operands operands = fp8 ? Operands::kFp8 : Operands::kBf16;
+  [[maybe_unused]] const Operands operands = fp8 ? Operands::kFp8 : Operands::kBf16;
 #ifdef FW_STREAMED
-  const cudaError_t error =
-      launch_batch<FW_STREAMED, Batch<8, 8>>(args, OneRank{}, false, nullptr);
+  const cudaError_t error = launch_batch<FW_STREAMED, Batch<8, 8>>(args, OneRank{}, false, nullptr);
+#elif defined(FW_PACKED)
+  draw_packed(args, weight.numbers);
+  const cudaError_t error = launch_packed_linear(args, Operands::kMxFp4, false, nullptr);
 #else
   const cudaError_t error = launch_cluster_linear(args, operands, false, nullptr);
 #endif

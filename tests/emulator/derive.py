@@ -26,6 +26,7 @@ INSTRUCTIONS = {
     "wgmma.fence.sync.aligned;": "",
     "fence.proxy.async.shared::cta;": "emulator::machine.thread->known.fence()",
     "setmaxnreg.dec.sync.aligned.u32 %0;": "",
+    "setmaxnreg.dec.sync.aligned.u32 24;": "",
     "setmaxnreg.inc.sync.aligned.u32 %0;": "",
     # Barriers.
     "bar.sync %0, %1;": "emulator::sync_named(%0, %1)",
@@ -85,14 +86,21 @@ INSTRUCTIONS = {
     "[%0], [%1, {%2, %3, %4}], [%5], %6;": "emulator::copy_box(%0, %1, %5, %2, %3, %4)",
     "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
     "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;": "emulator::copy_box(%0, %1, %6, %2, %3, %4, %5)",
+    "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+    "[%0], [%1, {%2, %3, %4}], [%5];": "emulator::copy_box(%0, %1, %5, %2, %3, %4)",
+    "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+    "[%0], [%1, {%2, %3, %4, %5}], [%6];": "emulator::copy_box(%0, %1, %6, %2, %3, %4, %5)",
     # Loads and stores.
     "ld.shared.f32 %0, [%1];": "emulator::load_shared(%1, %0)",
     "ld.shared.u16 %0, [%1];": "emulator::load_shared(%1, %0)",
     "ld.shared.u8 %0, [%1];": "%0 = emulator::load_shared_as<uint8_t>(%1)",
     "ld.shared.v2.b32 {%0, %1}, [%2];": "emulator::load_shared(%2, %0, %1)",
+    "ld.shared::cluster.v2.f32 {%0, %1}, [%2];": "emulator::load_shared(%2, %0, %1)",
+    "ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];": "emulator::load_shared(%4, %0, %1, %2, %3)",
     "ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];": "emulator::load_shared(%4, %0, %1, %2, %3)",
     "ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];": "emulator::load_shared(%4, %0, %1, %2, %3)",
     "st.shared.v2.b32 [%0], {%1, %2};": "emulator::store_shared(%0, %1, %2)",
+    "st.shared.v4.u32 [%0], {%1, %2, %3, %4};": "emulator::store_shared(%0, %1, %2, %3, %4)",
     "st.shared.v4.b32 [%0], {%1, %2, %3, %4};": "emulator::store_shared(%0, %1, %2, %3, %4)",
     "st.shared.v4.f32 [%0], {%1, %2, %3, %4};": "emulator::store_shared(%0, %1, %2, %3, %4)",
     "ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {%0, %1, %2, %3}, [%4];": (
@@ -139,7 +147,7 @@ INSTRUCTIONS = {
 }
 
 FROM_SHARED = "emulator::multiply_group<emulator::element_of({})>(d, a, b, fresh)"
-TRANSPOSED = 'emulator::fail("transposed operands are not emulated")'
+TRANSPOSED = "emulator::multiply_transposed<emulator::element_of(TYPE)>(d, a, b)"
 # Macros that hold PTX, and their new bodies.
 MACROS = {
     "FW_MMA(NAME)": (

@@ -139,6 +139,7 @@ inline size_t __cvta_generic_to_shared(const void* pointer) { return emulator::o
 // ---- numbers
 
 inline int __popc(unsigned bits) { return std::popcount(bits); }
+inline int __ffs(unsigned bits) { return bits ? std::countr_zero(bits) + 1 : 0; }
 inline int __clz(unsigned bits) { return std::countl_zero(bits); }
 inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selectors) {
   return emulator::permute_bytes(low, high, selectors & 0x7777);

@@ -1,7 +1,6 @@
 // Experts for many rows, which are gathered, against exact sums. FW_SCALES is the format's.
-#include "moe/grouped_launch.cuh"
-
 #include "cases.h"
+#include "moe/grouped_launch.cuh"
 
 using namespace fusewright::moe;
 using emulator::Case;
@@ -42,11 +41,10 @@ bool check(const Case& given) {
     args.x_scale = emulator::drawn_array<float>(args.num_slots * groups, scale);
     args.x_scale_row = groups;
     args.x_scale_group = 1;
-    args.weight_scale =
-        emulator::drawn_array<float>(args.num_experts * row_groups * groups, scale);
+    args.weight_scale = emulator::drawn_array<float>(args.num_experts * row_groups * groups, scale);
   }
-  args.y = emulator::device_array<__nv_bfloat16>(
-      static_cast<size_t>(args.num_slots) * args.out_features);
+  args.y = emulator::device_array<__nv_bfloat16>(static_cast<size_t>(args.num_slots) *
+                                                 args.out_features);
   if (run_grouped<KernelTile>(args, false, nullptr) != cudaSuccess) emulator::fail("launch");
   emulator::Tally tally;
   for (int place = 0, expert = 0; place < args.num_slots; ++place) {

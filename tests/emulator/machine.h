@@ -118,9 +118,9 @@ struct Thread {
   Known known;
   uint32_t copy_group = 1, multiplication_group = 1;  // that are open
   int used_rows = kGroupRows;                         // of what it multiplies
-  const char* what = "";                      // it waits for, in words
-  std::deque<std::vector<Copy>> copy_groups;  // committed, then
-  std::vector<Copy> open_copies;              // those that are not
+  const char* what = "";                              // it waits for, in words
+  std::deque<std::vector<Copy>> copy_groups;          // committed, then
+  std::vector<Copy> open_copies;                      // those that are not
   std::deque<std::vector<Action>> multiplications;
   std::vector<Action> open_multiplications;
   std::vector<Action> stores;  // to global memory, which other blocks do not see before a fence

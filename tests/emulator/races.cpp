@@ -84,8 +84,8 @@ std::string lines_of(const std::array<uint32_t, 2>& place) {
 }
 
 std::string description(const Access& access, uint32_t lanes) {
-  static const char* const kNames[] = {"a read", "a write", "an atomic access", "an arrival of bytes",
-                                       "a read by MMAs"};
+  static const char* const kNames[] = {"a read", "a write", "an atomic access",
+                                       "an arrival of bytes", "a read by MMAs"};
   std::string text = kNames[static_cast<int>(access.kind)];
   if (access.counter != kBarrierBytes) {
     const int warps = machine.block_threads / kWarpLanes, warp = access.number % warps;
@@ -128,8 +128,8 @@ void note_word(Block& block, uint32_t index, const Access& access, const Known& 
         if (unfenced) report("no proxy fence", other, unfenced, access, block, index);
       }
       // Whatever is ordered behind this access is then ordered behind the other one.
-      const bool covers = access.kind == Kind::kWrite || access.kind == Kind::kLanded ||
-                          access.kind == other.kind;
+      const bool covers =
+          access.kind == Kind::kWrite || access.kind == Kind::kLanded || access.kind == other.kind;
       if (!unknown && covers) other.bytes &= ~both;
     }
     if (other.bytes) word[kept++] = other;
@@ -175,8 +175,7 @@ Place place_of(const void* address, const void* caller) {
 void note_lane(Kind kind, Counter counter, uint32_t count, const void* at, int64_t bytes,
                const Place& place) {
   const Known& known = machine.thread->known;
-  note_range({count, 1u << known.lane, place, static_cast<uint16_t>(known.warp), counter,
-              kind},
+  note_range({count, 1u << known.lane, place, static_cast<uint16_t>(known.warp), counter, kind},
              known, at, bytes);
 }
 
@@ -276,20 +275,18 @@ void note(Kind kind, const void* at, int64_t bytes) {
 }
 
 void note_copy(const void* at, int64_t bytes) {
-  note_lane(Kind::kLanded, kCopies, machine.thread->copy_group, at, bytes,
-            FW_PLACE);
+  note_lane(Kind::kLanded, kCopies, machine.thread->copy_group, at, bytes, FW_PLACE);
 }
 
 void note_multiplied(const void* at, int64_t bytes) {
   const Known& known = machine.thread->known;
-  note_range({machine.thread->multiplication_group, 1, FW_PLACE,
-              static_cast<uint16_t>(known.warp), kMultiplications, Kind::kMultiplied},
+  note_range({machine.thread->multiplication_group, 1, FW_PLACE, static_cast<uint16_t>(known.warp),
+              kMultiplications, Kind::kMultiplied},
              known, at, bytes);
 }
 
 void note_landing(const void* at, int64_t bytes, int barrier, uint32_t phase) {
-  note_range({phase, 1, FW_PLACE, static_cast<uint16_t>(barrier),
-              kBarrierBytes, Kind::kLanded},
+  note_range({phase, 1, FW_PLACE, static_cast<uint16_t>(barrier), kBarrierBytes, Kind::kLanded},
              machine.thread->known, at, bytes);
 }
 
@@ -309,21 +306,21 @@ inline void note_access(emulator::Kind kind, const void* at, size_t bytes,
 
 }  // namespace
 
-#define FW_ACCESS(NAME, KIND, BYTES)                                                            \
-  extern "C" void __tsan_##NAME##BYTES(void* at) {                                              \
-    note_access(emulator::Kind::KIND, at, BYTES, FW_PLACE);                  \
+#define FW_ACCESS(NAME, KIND, BYTES)                        \
+  extern "C" void __tsan_##NAME##BYTES(void* at) {          \
+    note_access(emulator::Kind::KIND, at, BYTES, FW_PLACE); \
   }
 #define FW_ACCESSES(NAME, KIND) \
   FW_ACCESS(NAME, KIND, 2)      \
   FW_ACCESS(NAME, KIND, 4)      \
   FW_ACCESS(NAME, KIND, 8)      \
   FW_ACCESS(NAME, KIND, 16)
-#define FW_ALL_ACCESSES(NAME, KIND)                                                             \
-  FW_ACCESS(NAME, KIND, 1)                                                                      \
-  FW_ACCESSES(NAME, KIND)                                                                       \
-  FW_ACCESSES(unaligned_##NAME, KIND)                                                           \
-  extern "C" void __tsan_##NAME##_range(void* at, size_t bytes) {                               \
-    note_access(emulator::Kind::KIND, at, bytes, FW_PLACE);                  \
+#define FW_ALL_ACCESSES(NAME, KIND)                               \
+  FW_ACCESS(NAME, KIND, 1)                                        \
+  FW_ACCESSES(NAME, KIND)                                         \
+  FW_ACCESSES(unaligned_##NAME, KIND)                             \
+  extern "C" void __tsan_##NAME##_range(void* at, size_t bytes) { \
+    note_access(emulator::Kind::KIND, at, bytes, FW_PLACE);       \
   }
 FW_ALL_ACCESSES(read, kRead)
 FW_ALL_ACCESSES(write, kWrite)
@@ -333,6 +330,8 @@ extern "C" void __tsan_vptr_read(void*) {}
 
 // Those of the host's code.
 extern "C" uint8_t __tsan_atomic8_load(const uint8_t* at, int) { return *at; }
+extern "C" uint32_t __tsan_atomic32_load(const uint32_t* at, int) { return *at; }
+extern "C" void __tsan_atomic32_store(uint32_t* at, uint32_t value, int) { *at = value; }
 extern "C" void __tsan_atomic8_store(uint8_t* at, uint8_t value, int) { *at = value; }
 extern "C" uint64_t __tsan_atomic64_load(const uint64_t* at, int) { return *at; }
 extern "C" uint64_t __tsan_atomic64_fetch_or(uint64_t* at, uint64_t bits, int) {

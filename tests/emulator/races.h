@@ -1,8 +1,9 @@
-// Finds races of shared memory by what happens before what, whatever the schedule: vector clocks, as
-// in FastTrack (Flanagan and Freund, PLDI 2009). A counter counts what a lane has released; an access
-// is stamped with its counter, and another access is ordered behind it if its thread knows of that
-// count. What runs beside threads has counters of its own: the cp.async and the MMAs of a thread, by
-// groups, and what a barrier in shared memory counts the bytes of, by the barrier's phases.
+// Finds races of shared memory by what happens before what, whatever the schedule: vector clocks,
+// as in FastTrack (Flanagan and Freund, PLDI 2009). A counter counts what a lane has released; an
+// access is stamped with its counter, and another access is ordered behind it if its thread knows
+// of that count. What runs beside threads has counters of its own: the cp.async and the MMAs of a
+// thread, by groups, and what a barrier in shared memory counts the bytes of, by the barrier's
+// phases.
 //
 // Ordinary accesses come from g++, which calls a function at each (-fsanitize=thread, without its
 // library); those of PTX from the emulator's own functions.
@@ -72,7 +73,7 @@ enum class Kind : uint8_t { kRead, kWrite, kAtomic, kLanded, kMultiplied };
 struct Access {
   uint32_t count, lanes;
   std::array<uint32_t, 2> place;  // in the program: where it is called, and what calls that
-  uint16_t number;        // of the warp or barrier that has the counter
+  uint16_t number;                // of the warp or barrier that has the counter
   Counter counter;
   Kind kind;
   uint8_t bytes = 0;  // of a word, a bit each
@@ -91,8 +92,8 @@ class Accesses {
 
 // Each ends the process at a race. By the thread that runs:
 void note(Kind kind, const void* at, int64_t bytes);
-void note_copy(const void* at, int64_t bytes);                             // cp.async
-void note_multiplied(const void* at, int64_t bytes);                       // in the open group
+void note_copy(const void* at, int64_t bytes);        // cp.async
+void note_multiplied(const void* at, int64_t bytes);  // in the open group
 void note_landing(const void* at, int64_t bytes, int barrier, uint32_t phase);
 
 }  // namespace emulator

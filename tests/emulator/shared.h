@@ -331,7 +331,7 @@ inline void copy_line(const TensorMap& map, const int64_t* at, char* line, int n
 
 template <typename... Coordinates>
 FW_INLINED void copy_box(uint32_t to, const void* described, uint32_t barrier_address,
-              Coordinates... coordinates) {
+                         Coordinates... coordinates) {
   uint64_t number;
   memcpy(&number, described, sizeof number);
   if (number >= tensor_maps.size()) fail("not a tensor map");

@@ -4,12 +4,13 @@ results are those of float64. `make test` has one case, `make emulated-test` all
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from .build import Program, build, run, what_is_missing
-from .cases import MISTAKES, PROGRAMS, QUICK
+from .cases import MISTAKES, PROGRAMS, QUICK, RACES
 from .derive import DECLARATIONS, INSTRUCTIONS, MACROS, Edit, UnknownSourceError, derive
 
 compiles = pytest.mark.skipif(bool(what_is_missing()), reason=what_is_missing())
@@ -45,6 +46,18 @@ def test_a_mistake_shows(name: str, folder: Path) -> None:
     executable = build(program, folder)
     results = [run(executable, [case]) for case in cases]
     assert not all(result.passed for result in results)
+
+
+@compiles
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", RACES)
+def test_a_race_is_named_in_every_schedule(name: str, folder: Path) -> None:
+    program, cases = RACES[name]
+    executable = build(program, folder)
+    for case in cases:
+        *_, fault = run(executable, [case]).lines
+        assert fault.startswith(("FAULT race at byte", "FAULT no proxy fence at byte")), fault
+        assert len(re.findall(r"\(\w+\.cuh?:\d+", fault)) == 2, fault  # where both accesses are
 
 
 def test_every_replacement_is_used(tmp_path: Path) -> None:

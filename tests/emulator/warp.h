@@ -175,12 +175,13 @@ void multiply_warp(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_
 // A matrix in shared memory whose rows have 128 bytes that are swizzled, as a descriptor says.
 struct Described {
   const Block* block;
-  uint32_t begin, stride;
+  uint32_t begin, stride, leading;
 
   explicit Described(uint64_t descriptor)
       : block(&machine.block()),
         begin(static_cast<uint32_t>(descriptor & 0x3fff) << 4),
-        stride(static_cast<uint32_t>(descriptor >> 32 & 0x3fff) << 4) {}
+        stride(static_cast<uint32_t>(descriptor >> 32 & 0x3fff) << 4),
+        leading(static_cast<uint32_t>(descriptor >> 16 & 0x3fff) << 4) {}
 
   // Where some bytes of a row are.
   const char* place(int row, int byte, int bytes) const {
@@ -200,6 +201,19 @@ struct Described {
     return number_of<kElement>(bits);
   }
 
+  // Where number i of a transposed matrix's column is, whose rows have several lines.
+  const char* transposed_place(int column, int i) const {
+    constexpr int kInLine = kLineBytes / 2;
+    return place(i, column % kInLine * 2, 2) + column / kInLine * leading;
+  }
+
+  FW_INLINED void note_transposed(int columns) const {
+    if (machine.thread->lane() != 0) return;
+    for (int i = 0; i < 16 * columns / 8; ++i) {
+      note_multiplied(transposed_place(i / 16 * 8, i % 16), 16);
+    }
+  }
+
   // Its lanes read these rows together.
   FW_INLINED void note_rows(int first, int count) const {
     if (machine.thread->lane() != 0) return;
@@ -217,8 +231,9 @@ inline void start_multiplication(Action multiplication) {
 
 // d = a b^T, + d unless `fresh`, this thread's part; `row_of` gives number i of one of its two
 // rows.
-template <Element kElement, int kCount, typename RowOf>
-void multiply_rows(float* d, int lane, const Described& b, bool fresh, const RowOf& row_of) {
+template <Element kElement, int kCount, typename NumberOf, typename RowOf>
+void multiply_rows(float* d, int lane, const NumberOf& number_of_b, bool fresh,
+                   const RowOf& row_of) {
   constexpr int kNumbers = kDepth<kElement>;
   float rows[2][kNumbers];
   for (int lower = 0; lower < 2; ++lower) {
@@ -228,7 +243,7 @@ void multiply_rows(float* d, int lane, const Described& b, bool fresh, const Row
     for (int odd = 0; odd < 2; ++odd) {
       float sums[2] = {};
       for (int i = 0; i < kNumbers; ++i) {
-        const float number = b.number<kElement>(8 * pair + lane % 4 * 2 + odd, i);
+        const float number = number_of_b(8 * pair + lane % 4 * 2 + odd, i);
         for (int lower = 0; lower < 2; ++lower) sums[lower] += rows[lower][i] * number;
       }
       for (int lower = 0; lower < 2; ++lower) {
@@ -249,15 +264,15 @@ FW_INLINED void multiply_group(float (&d)[kCount], uint64_t a, uint64_t b, bool 
   right.note_rows(0, 2 * kCount);
   start_multiplication([=] {
     const int first = thread / kWarpLanes % 4 * 16 + thread % kWarpLanes / 4;
-    multiply_rows<kElement, kCount>(to, thread % kWarpLanes, right, fresh, [&](int lower, int i) {
-      return left.number<kElement>(first + 8 * lower, i);
-    });
+    multiply_rows<kElement, kCount>(
+        to, thread % kWarpLanes, [&](int row, int i) { return right.number<kElement>(row, i); },
+        fresh, [&](int lower, int i) { return left.number<kElement>(first + 8 * lower, i); });
   });
 }
 
-// The same with a's rows in registers.
-template <Element kElement, int kCount>
-FW_INLINED void multiply_group(float (&d)[kCount], const uint32_t* a, uint64_t b, bool fresh) {
+// The same with a's rows in registers, of a matrix whose numbers these are.
+template <Element kElement, int kCount, typename NumberOf>
+void multiply_held(float (&d)[kCount], const uint32_t* a, bool fresh, const NumberOf& number_of_b) {
   const Words words = meet("wgmma", kAllLanes, {a[0], a[1], a[2], a[3]});
   float* to = d;
   const int lane = machine.thread->lane();
@@ -265,13 +280,31 @@ FW_INLINED void multiply_group(float (&d)[kCount], const uint32_t* a, uint64_t b
   for (int quad = 0; quad < 4; ++quad) {
     std::copy_n(words[lane / 4 * 4 + quad], 4, held[quad].begin());
   }
-  const Described right(b);
-  right.note_rows(0, 2 * kCount);
   start_multiplication([=] {
-    multiply_rows<kElement, kCount>(to, lane, right, fresh, [&](int lower, int i) {
+    multiply_rows<kElement, kCount>(to, lane, number_of_b, fresh, [&](int lower, int i) {
       return number_in_row<kElement>(
           i, [&](int quad, int half) { return held[quad][lower + 2 * half]; });
     });
+  });
+}
+
+template <Element kElement, int kCount>
+FW_INLINED void multiply_group(float (&d)[kCount], const uint32_t* a, uint64_t b, bool fresh) {
+  const Described right(b);
+  right.note_rows(0, 2 * kCount);
+  multiply_held<kElement>(d, a, fresh,
+                          [=](int row, int i) { return right.number<kElement>(row, i); });
+}
+
+// d += a b, of a b whose columns are not side by side.
+template <Element kElement, int kCount>
+FW_INLINED void multiply_transposed(float (&d)[kCount], const uint32_t* a, uint64_t b) {
+  const Described right(b);
+  right.note_transposed(2 * kCount);
+  multiply_held<kElement>(d, a, false, [=](int column, int i) {
+    uint16_t bits;
+    memcpy(&bits, right.transposed_place(column, i), 2);
+    return number_of<kElement>(bits);
   });
 }
 
