@@ -80,9 +80,8 @@ FW_INLINED Narrow load_shared_as(uint32_t address) {
 template <typename Value, typename Change>
 FW_INLINED Value atomically(Value* at, const Change& change) {
   note(Kind::kAtomic, at, sizeof *at);
-  machine.beside = true;
-  const Value before = change();
-  machine.beside = false;
+  Value before;
+  act([&] { before = change(); });
   return before;
 }
 
