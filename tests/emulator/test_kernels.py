@@ -1,5 +1,5 @@
 """csrc's kernels run on a CPU: each thread is a fiber, copies land as late as they may, and the
-results are those of float64. `make test` has one case, `make emulated-test` all, in fifteen minutes.
+results are those of float64. `make test` has one case, `make emulated-test` all.
 """
 
 from __future__ import annotations
