@@ -208,7 +208,8 @@ struct Computer {
   }
 
   // Zeros in the oldest V where no query sees anything and what lies there may be no number. That
-  // is in a block that holds the sequence's end or the window's begin: of others come zeros.
+  // is in a block that holds the sequence's end or the window's begin: of others come zeros. Each
+  // warpgroup clears for itself, so that it waits for no other: the words they store are the same.
   __device__ __forceinline__ void clear_unseen(int tile) const {
     const int first = tile * kTileKeys, box = (1 << args.box_shift) - 1;
     const int low = max((T::kGeneral ? reach_of(args, item.position) : 0) - first, 0);
