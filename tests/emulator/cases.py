@@ -323,7 +323,7 @@ EXPECTED_RACES = {
     ),
     "a_lane_arrives_before_its_warp_has_read": (
         (streamed_linear, STREAMED[0]),
-        Edit("common/device.cuh", "__syncwarp();\n  if (lane <", "if (lane <"),
+        Edit("common/device.cuh", "__syncwarp();\n  if (lane ==", "if (lane =="),
     ),
     "sums_are_read_from_blocks_that_add_up": (
         (packed_linear, MANY_PACKED[0]),
