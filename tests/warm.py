@@ -38,7 +38,7 @@ from typing import Any, NoReturn
 
 IMPORTED = (
     *("torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed"),
-    # What a compile imports when it meets it.
+    # A compile imports these when it meets them.
     *("torch.utils.cpp_extension", "torch.distributed.tensor.experimental._attention"),
     *("torch.export", "sympy.combinatorics", "sympy.tensor.tensor"),
     *("fastapi", "uvicorn", "uvloop", "httptools", "prometheus_client", "zmq", "msgspec"),

@@ -198,7 +198,7 @@ def unpack(tensor: StoredTensor, elements: Tensor) -> Tensor:
     packing = tensor.packing
     if packing is None:
         return elements
-    # What is stacked is several times as large as the elements: it shall be narrow.
+    # The stack is several times as large as the elements, so its numbers are narrow.
     if elements.dtype not in (torch.uint8, torch.int64):
         elements = elements.to(torch.int32)
     narrow = torch.int8 if packing.signed else torch.uint8

@@ -15,7 +15,7 @@ from fusewright.bench.limits.clocks import Clocks, power_text, watch_clocks
 
 
 class NvmlError(Exception):
-    """What the module raises for each refusal."""
+    """NVML refuses a call by raising this."""
 
 
 def install(monkeypatch: pytest.MonkeyPatch, readings: list[tuple[int, int, int]]) -> list[str]:

@@ -167,7 +167,7 @@ def prefill(*edits: Edit) -> Program:
     return Program("prefill.cpp", "attention/prefill.cuh", edits=edits)
 
 
-# Of the tiles for many tokens one, whose blocks go round their rings.
+# One of the tiles for many tokens: its blocks go round their rings.
 ONE_TILE = (
     Edit("gemm/packed_linear.cu", "kBlocksInRound = 100", "kBlocksInRound = 2"),
     Edit(

@@ -20,7 +20,7 @@
 
 #include "races.h"
 
-// What notes an access is inlined, so that its place in the program is the kernel's.
+// A function that notes an access is inlined, so that its place in the program is the kernel's.
 #define FW_INLINED inline __attribute__((always_inline))
 
 inline uint3 gridDim, blockDim;  // of the launch

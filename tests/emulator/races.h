@@ -23,7 +23,7 @@ enum Counter : uint8_t { kLanes = 0, kCopies = 32, kMultiplications = 64, kBarri
 constexpr int kFenced = 66, kLeast = 130;  // a count that all lanes have reached
 using Counts = std::array<uint32_t, 132>;
 
-// What is known of all threads of a cluster.
+// The latest counts of all threads of a cluster that somebody knows.
 struct Clock {
   std::vector<Counts> warps;
   std::vector<uint32_t> barriers;
@@ -34,7 +34,7 @@ struct Clock {
 };
 using ClockPointer = std::shared_ptr<const Clock>;
 
-// What a thread knows: of its own warp, which often changes, and of the others.
+// A thread knows counts of its own warp, which often change, and of the others.
 struct Known {
   Counts own = {};
   ClockPointer others;
@@ -43,12 +43,12 @@ struct Known {
   Known() = default;
   Known(int warp, int lane) : warp(warp), lane(lane) { own[lane] = 1; }
   void acquire(const ClockPointer& clock);
-  // What the thread knows until now, for those that acquire it.
+  // Returns what the thread knows until now, for those that acquire it.
   Known release();
   void fence();
 };
 
-// What those know that arrive at a barrier.
+// A barrier gathers what those know that arrive at it.
 class Gathering {
  public:
   void add(const Known& known);
