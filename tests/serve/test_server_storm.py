@@ -1,7 +1,6 @@
 """A storm: requests of all kinds at once, many of which are cancelled, cut off, read slowly or
 malformed, over a KV cache that is too small for them.  Every answer is the one that a server
-without drafts gives to the same request in another batch, for which it has memory, and nothing is
-lost.
+without drafts gives to the same request alone, and nothing is lost.
 
 ``--fw-storm 20000 -s`` runs the full size and prints the memory of both processes at each quarter.
 """
@@ -106,31 +105,24 @@ class Question:
     answer: list[Choice]
 
 
-def questions(server: ServerProcess) -> list[Question]:
-    """All questions, which ``server`` answers at once."""
-    bodies: list[tuple[str, dict[str, Any]]] = []
-    for text in TEXTS:
-        said = {"messages": [{"role": "user", "content": text}]}
-        bodies += [(COMPLETIONS, {"prompt": text} | each) for each in WRITTEN.values()]
-        bodies += [(CHATS, said | each) for each in SAID.values()]
-        bodies += [(CHATS, said | {"temperature": 0})]
-    sums = {"prompt": PROMPTS, "temperature": 0}
-    of_sums, *others = asyncio.run(answers(server, [(COMPLETIONS, sums), *bodies]))
-    found = [Question(*each, answer) for each, answer in zip(bodies, others, strict=True)]
-    for count in (1, 3):
-        for first in range(0, len(PROMPTS), count):
-            body = {"prompt": PROMPTS[first : first + count], "temperature": 0}
-            found.append(Question(COMPLETIONS, body, of_sums[first : first + count]))
-    return found
-
-
-async def answers(
-    server: ServerProcess, bodies: list[tuple[str, dict[str, Any]]]
-) -> list[list[Choice]]:
-    async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S, trust_env=False) as client:
-        found = await asyncio.gather(*(client.post(path, json=body) for path, body in bodies))
-    assert all(each.status_code == 200 for each in found), [each.text for each in found]
-    return [choices([each.json()]) for each in found]
+def questions(server: ServerProcess) -> Iterator[Question]:
+    """All questions, answered one at a time by ``server``."""
+    with server.client() as client:
+        asked = client.post(COMPLETIONS, json={"prompt": PROMPTS, "temperature": 0}).json()
+        sums = choices([asked])
+        for count in (1, 3):
+            for first in range(0, len(PROMPTS), count):
+                body = {"prompt": PROMPTS[first : first + count], "temperature": 0}
+                yield Question(COMPLETIONS, body, sums[first : first + count])
+        for text in TEXTS:
+            said = {"messages": [{"role": "user", "content": text}]}
+            bodies = [(COMPLETIONS, {"prompt": text} | each) for each in WRITTEN.values()]
+            bodies += [(CHATS, said | each) for each in SAID.values()]
+            bodies += [(CHATS, said | {"temperature": 0})]
+            for path, body in bodies:
+                answer = client.post(path, json=body)
+                assert answer.status_code == 200, answer.text
+                yield Question(path, body, choices([answer.json()]))
 
 
 def resident_bytes(pid: int) -> int:
@@ -255,7 +247,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
 def asked() -> Iterator[list[Question]]:
     server = ServerProcess("--dtype", "float32").wait_ready()
     try:
-        yield questions(server)
+        yield [*questions(server)]
     finally:
         server.kill()
 
