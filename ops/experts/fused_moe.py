@@ -275,8 +275,8 @@ def _cases(draw: Draw) -> Iterator[Case]:
     yield call("FP8 token", 10, 4, 2, 64, 32, fp8="token")
     yield call("FP8 tensor", 2, 4, 2, 64, 32, fp8="tensor")
     yield call("FP8 block", 9, 3, 2, 128, 128, fp8="block")
-    # csrc does not round activations. In 300 draws that moved results by up to 0.010 beyond 6 %.
-    exact = dict.fromkeys(_FP8, Tolerance(1.25e-2, 6e-2))
+    # csrc does not round activations: its results are up to 0.006 from those of the reference.
+    exact = dict.fromkeys(_FP8, Tolerance(1e-2, 6e-2))
     for fp8 in ("token", "block"):
         few = moe_args(draw, 3, 4, 2, 128, 128, fp8=fp8)
         yield Case(f"few tokens, FP8 {fp8}", few, exact)
